@@ -1,0 +1,209 @@
+"""The three things every layer speaks of: a request, a batch, and the context of a forward pass.
+
+Invariant of a request: `0 <= cached_len < device_len <= max_device_len`. Tokens `[0, cached_len)`
+have their K and V stored; `[cached_len, device_len)` are what the next forward computes. Imports
+`params` and `utils` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from minisgl.params import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from minisgl.attention import BaseAttnBackend, BaseAttnMetadata
+    from minisgl.kvcache import BaseCacheHandle, BaseKVCachePool
+    from minisgl.moe import BaseMoeBackend
+
+__all__ = [
+    "Batch",
+    "Context",
+    "FinishReason",
+    "Req",
+    "SamplingParams",
+    "get_global_ctx",
+    "reset_global_ctx",
+    "set_global_ctx",
+]
+
+
+class Req:
+    """One running request, from the moment it holds a table row until it is freed.
+
+    input_ids: CPU int32, the prompt and what was generated so far; the last one is not computed yet.
+    output_len: the most tokens it may generate. cache_handle: its locked prefix, None by hand.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        table_idx: int,
+        cached_len: int,
+        output_len: int,
+        uid: int,
+        sampling_params: SamplingParams,
+        cache_handle: BaseCacheHandle | None = None,
+        *,
+        salt: str = "",
+    ) -> None:
+        self._ids = input_ids
+        self._num_ids = len(input_ids)
+        self._owns_ids = False
+        self.table_idx = table_idx
+        self.cached_len = cached_len
+        self.device_len = self._num_ids
+        self.max_device_len = self._num_ids + output_len
+        self.output_len = output_len
+        self.uid = uid
+        self.sampling_params = sampling_params
+        self.cache_handle = cache_handle
+        self.salt = salt
+        self.finish_reason: FinishReason | None = None
+        assert 0 <= self.cached_len < self.device_len <= self.max_device_len, self
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """All tokens known on the host, CPU int32, a view that stays valid until the next append."""
+        return self._ids[: self._num_ids]
+
+    @input_ids.setter
+    def input_ids(self, ids: torch.Tensor) -> None:
+        self._ids, self._num_ids, self._owns_ids = ids, len(ids), False
+
+    @property
+    def remain_len(self) -> int:
+        """How many more tokens it may generate."""
+        return self.max_device_len - self.device_len
+
+    @property
+    def extend_len(self) -> int:
+        """How many tokens the next forward computes."""
+        return self.device_len - self.cached_len
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether it may be in a decode batch."""
+        return self.remain_len > 0
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the forward's last position becomes a token."""
+        return True
+
+    def complete_one(self) -> None:
+        """Account for one forward: all of `device_len` is stored, and one token was sampled."""
+        self.cached_len = self.device_len
+        self.device_len += 1
+
+    def append_host(self, next_token: torch.Tensor | int) -> None:
+        """Append one sampled token to `input_ids`, in amortised constant time."""
+        if not self._owns_ids or self._num_ids == len(self._ids):
+            grown = torch.empty(max(2 * self._num_ids, 16), dtype=torch.int32)
+            grown[: self._num_ids] = self._ids[: self._num_ids]
+            self._ids, self._owns_ids = grown, True
+        self._ids[self._num_ids] = int(next_token)
+        self._num_ids += 1
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(uid={self.uid}, row={self.table_idx}, "
+            f"cached={self.cached_len}, device={self.device_len}, max={self.max_device_len})"
+        )
+
+
+class Batch:
+    """The requests of one forward. Everything but `reqs` and `phase` is filled in before it runs.
+
+    positions, input_ids, out_loc: int tensors `(tokens,)` over the padded requests; `out_loc` is where
+    each token's K and V go. `padded_reqs` may end in dummy requests.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_loc: torch.Tensor
+    attn_metadata: BaseAttnMetadata
+
+    def __init__(self, reqs: Sequence[Req], phase: Literal["prefill", "decode"]) -> None:
+        self.reqs = list(reqs)
+        self.phase = phase
+        self.padded_reqs = self.reqs
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it computes prompts."""
+        return self.phase == "prefill"
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each request computes its newest token."""
+        return self.phase == "decode"
+
+    @property
+    def size(self) -> int:
+        """Number of real requests."""
+        return len(self.reqs)
+
+    @property
+    def padded_size(self) -> int:
+        """Number of requests including the dummy ones."""
+        return len(self.padded_reqs)
+
+
+class Context:
+    """What a model's forward needs besides its weights: the batch, the KV pool, the backends."""
+
+    kv_cache: BaseKVCachePool
+    page_table: torch.Tensor
+    attn_backend: BaseAttnBackend
+    moe_backend: BaseMoeBackend
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self._batch: Batch | None = None
+
+    @property
+    def batch(self) -> Batch:
+        """The batch whose forward is running."""
+        assert self._batch is not None, "Context.batch is only there inside forward_batch(batch)"
+        return self._batch
+
+    @contextmanager
+    def forward_batch(self, batch: Batch) -> Iterator[None]:
+        """Make `batch` the current batch, and this context the current one, for one forward."""
+        assert self._batch is None, "forward_batch cannot be nested"
+        token = _running_ctx.set(self)
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
+            _running_ctx.reset(token)
+
+
+_running_ctx: ContextVar[Context | None] = ContextVar("minisgl_running_ctx", default=None)
+_last_set: list[Any] = []
+
+
+def set_global_ctx(ctx: Context) -> None:
+    """Make `ctx` the current context while no forward is running."""
+    _last_set[:] = [ctx]
+
+
+def get_global_ctx() -> Context:
+    """The context whose forward is running, else the one that was set last."""
+    running = _running_ctx.get()
+    if running is not None:
+        return running
+    assert _last_set, "no context is set: call set_global_ctx first"
+    return _last_set[0]
+
+
+def reset_global_ctx() -> None:
+    """Forget the context that was set."""
+    _last_set.clear()

@@ -1,0 +1,146 @@
+"""What a request may ask for, and how it may end. Free of torch.
+
+Errors live in `minisgl.utils.errors` and are re-exported here, where the layers above look for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from minisgl.utils.errors import (
+    ChatTemplateError,
+    ConfigError,
+    EngineError,
+    InvalidRequestError,
+    MessageError,
+    MinisglError,
+    ModelLoadError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+
+__all__ = [
+    "ChatTemplateError",
+    "ConfigError",
+    "EngineError",
+    "FinishReason",
+    "InvalidRequestError",
+    "MessageError",
+    "MinisglError",
+    "ModelLoadError",
+    "SamplingParams",
+    "TokenizerError",
+    "UnsupportedModelError",
+]
+
+MAX_SEED = 2**63 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+
+
+class FinishReason(str, Enum):
+    """Why a request ended; each request ends exactly once, in exactly one of these."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    temperature: 0 takes the most likely token; `top_k` -1 means the whole vocabulary; `top_p` and
+    `min_p` cut the tail of the distribution. `seed` makes the draws repeatable, whatever else runs.
+    `max_tokens` counts generated tokens, an EOS included. Penalties and `logit_bias` change the
+    logits before all of that, as the OpenAI API defines them (`repetition_penalty`: CTRL,
+    arXiv:1909.05858).
+    """
+
+    temperature: float = 0.0
+    top_k: int = -1
+    top_p: float = 1.0
+    ignore_eos: bool = False
+    max_tokens: int = 1024
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken without looking at the distribution."""
+        return (self.temperature <= 0.0 or self.top_k == 1) and self.top_p == 1.0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a logits processor has work to do for this request."""
+        return (
+            self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.repetition_penalty != 1.0
+            or bool(self.logit_bias)
+        )
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Raise `InvalidRequestError`, naming the field, for any value that has no meaning."""
+        self._check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        self._check_int("top_k", self.top_k, -1, 2**31 - 1)
+        if self.top_k == 0:
+            raise InvalidRequestError("top_k must be -1 (all tokens) or at least 1", "top_k")
+        self._check_float("temperature", self.temperature, 0.0, 100.0)
+        self._check_float("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequestError("top_p must be above 0; for greedy use temperature=0", "top_p")
+        self._check_float("min_p", self.min_p, 0.0, 1.0)
+        self._check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        self._check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequestError("ignore_eos must be true or false", "ignore_eos")
+        if self.seed is not None:
+            self._check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        self._check_stops(vocab_size)
+
+    def _check_stops(self, vocab_size: int | None) -> None:
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise InvalidRequestError("stop must be a list of non-empty strings", "stop")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", "stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids"
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias takes at most {MAX_LOGIT_BIAS} entries", "logit_bias"
+            )
+        upper = (vocab_size or 2**31) - 1
+        for token_id in self.stop_token_ids:
+            self._check_int("stop_token_ids", token_id, 0, upper)
+        for token_id, bias in self.logit_bias.items():
+            self._check_int("logit_bias", token_id, 0, upper)
+            self._check_float("logit_bias", bias, -100.0, 100.0)
+
+    @staticmethod
+    def _check_int(name: str, value: object, low: int, high: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequestError(f"{name} must be a whole number, got {value!r}", name)
+        if not low <= value <= high:
+            raise InvalidRequestError(f"{name} must be in {low} to {high}, got {value}", name)
+
+    @staticmethod
+    def _check_float(name: str, value: object, low: float, high: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise InvalidRequestError(f"{name} must be a number, got {value!r}", name)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise InvalidRequestError(f"{name} must be in {low} to {high}, got {value}", name)
