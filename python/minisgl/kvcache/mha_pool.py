@@ -1,0 +1,103 @@
+"""The KV pool of ordinary attention: one K and one V vector per token, layer and KV head.
+
+The buffer is `(2, layers, pages, page_size, kv_heads, head_dim)`: K before V, and one layer's pages
+next to each other. On a CPU it is anonymous memory that the system hands out zeroed when it is
+first written: a pool costs what is used of it, and a slot that was never written reads as 0, so it
+can poison no masked sum. A slot that was freed still holds its last token, whatever that was:
+attention must not read past a request's length. May import `distributed`, `kernel`, `utils`.
+
+Invariant: nothing but `store_kv`, `write_pages` and a holder of `k_cache`/`v_cache` writes here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from minisgl.distributed import current_tp_info
+from minisgl.kernel.torch_ops import store_cache
+from minisgl.utils import div_even
+
+from .base import BaseKVCachePool
+
+ALIGNMENT = 4096
+
+
+class MHAKVCache(BaseKVCachePool):
+    """This rank's share of K and V.
+
+    num_kv_heads: of the whole model; where there are fewer than ranks, each rank keeps a copy of
+    one. num_pages: the dummy page included.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        num_layers: int,
+        head_dim: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        tp_size = current_tp_info().size
+        self.num_kv_heads = div_even(num_kv_heads, tp_size, allow_replicate=True)
+        self.num_layers = num_layers
+        self.head_dim = head_dim
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        shape = (2, num_layers, num_pages, page_size, self.num_kv_heads, head_dim)
+        self._kv_buffer = _zeros(shape, dtype, self.device)
+
+    def k_cache(self, index: int) -> torch.Tensor:
+        """K of one layer, `(pages, page_size, heads, dim)`."""
+        return self._kv_buffer[0, index]
+
+    def v_cache(self, index: int) -> torch.Tensor:
+        """V of one layer, `(pages, page_size, heads, dim)`."""
+        return self._kv_buffer[1, index]
+
+    def store_kv(
+        self, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor, layer_id: int
+    ) -> None:
+        """Store n tokens' K and V, flat or `(n, heads, dim)`, cast to the pool's dtype."""
+        shape = (len(out_loc), self.num_kv_heads, self.head_dim)
+        k_cache, v_cache = self._kv_buffer[:, layer_id]
+        store_cache(k_cache, v_cache, out_loc, k.reshape(shape), v.reshape(shape))
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, K and V of all layers."""
+        return self._kv_buffer[:, :, 0].numel() * self.dtype.itemsize
+
+    def read_pages(self, pages: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """A copy of whole pages, uint8 `(len(pages), page_bytes)`, on the pool's device."""
+        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
+        by_page = self._kv_buffer.movedim(2, 0)[index].contiguous()
+        return by_page.flatten().view(torch.uint8).view(len(index), self.page_bytes)
+
+    def write_pages(self, pages: torch.Tensor | Sequence[int], data: torch.Tensor) -> None:
+        """Write back what `read_pages` gave; `ValueError` where the size is another one."""
+        index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
+        expected = (len(index), self.page_bytes)
+        if data.dtype != torch.uint8 or tuple(data.shape) != expected:
+            raise ValueError(f"expected uint8 {expected}, got {data.dtype} {tuple(data.shape)}")
+        values = data.to(self.device).contiguous().view(self.dtype)
+        shape = self._kv_buffer.shape
+        by_page = values.view(len(index), *shape[:2], *shape[3:])
+        self._kv_buffer.movedim(2, 0)[index] = by_page
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed tensor that, on a CPU, takes memory only where it is written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    block = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+    start = -block.ctypes.data % ALIGNMENT
+    return torch.from_numpy(block[start : start + num_bytes]).view(dtype).view(shape)

@@ -1,0 +1,367 @@
+"""The radix prefix cache: a tree whose paths spell the token sequences with resident KV.
+
+A node holds a run of whole pages: the ids and the locations of their KV. Children are keyed by
+their first token (page size 1) or the tuple of their first page, so two children never share a
+page. Matching walks down and cuts a node where the sequence leaves it; locking counts references
+from a node up to its root; eviction takes unlocked leaves in the order of their last use.
+
+Recency is a counter that each match or insert advances and writes along its path. Evictable
+leaves wait in a heap with at most one entry each. An entry may be older than its node: it is put
+back, corrected, when it comes up. So a use costs the heap nothing and an eviction O(log n)
+amortised; the tree is never walked. Nodes that were used together form a path, which has one leaf,
+so no two evictable leaves are equally recent and the order is unique.
+
+May import `core` (the default page size) and `utils`. Invariants: I4 and I5 of RELIABILITY.md, as
+`check_integrity` states them, and every unlocked leaf has its entry in the heap.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl.core import get_global_ctx
+from minisgl.utils import align_down
+
+from .base import BaseCacheHandle, BasePrefixCache, InsertResult, MatchResult, SizeInfo
+
+Ids: TypeAlias = npt.NDArray[np.int32]
+_NO_IDS: Ids = np.empty(0, dtype=np.int32)
+
+
+class RadixTreeNode:
+    """A run of cached pages. `ref_count` is the number of locked handles at it or below it."""
+
+    __slots__ = (
+        "children",
+        "indices",
+        "is_queued",
+        "key",
+        "last_use",
+        "parent",
+        "ref_count",
+        "salt",
+        "serial",
+    )
+
+    def __init__(
+        self,
+        key: Ids,
+        indices: torch.Tensor,
+        last_use: int,
+        serial: int,
+        parent: RadixTreeNode | None = None,
+        salt: str | None = None,
+    ) -> None:
+        self.key = key
+        self.indices = indices
+        self.parent = parent
+        self.children: dict[Hashable, RadixTreeNode] = {}
+        self.last_use = last_use
+        self.serial = serial
+        self.salt = salt
+        self.ref_count = 0
+        self.is_queued = False
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, a multiple of the page size; 0 for a root."""
+        return len(self.key)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is a root: an empty run, never evicted, the only node that has a salt."""
+        return self.salt is not None
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether nothing protects it: it is a leaf of the tree and no handle at it is locked."""
+        return not self.ref_count and not self.children and self.parent is not None
+
+    def __repr__(self) -> str:
+        return f"RadixTreeNode(length={self.length}, refs={self.ref_count}, use={self.last_use})"
+
+
+@dataclass(frozen=True, eq=False)
+class RadixCacheHandle(BaseCacheHandle):
+    """The prefix that ends where `node` ends. A cut keeps it valid: the lower part stays `node`."""
+
+    node: RadixTreeNode
+
+    def get_matched_indices(self) -> torch.Tensor:
+        """The locations from the root down to the end of `node`."""
+        parts = [node.indices for node in _path_to_root(self.node)]
+        parts.reverse()
+        return parts[0] if len(parts) == 1 else torch.cat(parts[1:])
+
+
+class RadixPrefixCache(BasePrefixCache):
+    """Shares the KV of equal prefixes among requests, one tree for each salt.
+
+    page_size: None takes the current context's.
+    """
+
+    def __init__(self, device: torch.device | str, page_size: int | None = None) -> None:
+        self.device = torch.device(device)
+        self.page_size = get_global_ctx().page_size if page_size is None else page_size
+        self._empty = torch.empty(0, dtype=torch.int32, device=self.device)
+        self._clock = 0
+        self._num_made = 0
+        self._evictable_size = 0
+        self._protected_size = 0
+        self._queue: list[tuple[int, int, RadixTreeNode]] = []
+        self.root_node = self._new_root("")
+        self._roots: dict[str, RadixTreeNode] = {"": self.root_node}
+
+    @property
+    def size_info(self) -> SizeInfo:
+        """The cached tokens by state, kept up to date, never counted."""
+        return SizeInfo(self._evictable_size, self._protected_size)
+
+    def match_prefix(self, input_ids: torch.Tensor, salt: str = "") -> MatchResult:
+        """The longest page-aligned cached prefix; an unknown salt has none and leaves no trace."""
+        ids = _as_ids(input_ids)
+        root = self._roots.get(salt)
+        if root is None:
+            return MatchResult(RadixCacheHandle(0, self._new_root(salt)))
+        node, matched_len = self._walk(root, ids[: align_down(len(ids), self.page_size)])
+        return MatchResult(RadixCacheHandle(matched_len, node))
+
+    def insert_prefix(
+        self, input_ids: torch.Tensor, indices: torch.Tensor, salt: str = ""
+    ) -> InsertResult:
+        """Cache the whole pages of `input_ids`; what is new becomes one evictable leaf."""
+        ids = _as_ids(input_ids)
+        length = align_down(len(ids), self.page_size)
+        assert len(indices) >= length, f"{len(indices)} locations for {length} tokens"
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._new_root(salt)
+            if length:
+                self._roots[salt] = root
+        node, cached_len = self._walk(root, ids[:length])
+        if cached_len < length:
+            leaf = self._new_node(
+                ids[cached_len:length].copy(),
+                indices[cached_len:length].detach().to(self.device, copy=True),
+                self._clock,
+                node,
+            )
+            node.children[self._child_key(leaf.key, 0)] = leaf
+            self._evictable_size += leaf.length
+            self._enqueue(leaf)
+            node = leaf
+        return InsertResult(cached_len, RadixCacheHandle(length, node))
+
+    def lock_handle(self, handle: BaseCacheHandle, unlock: bool = False) -> None:
+        """Move the path of `handle` between evictable and protected as its first or last lock."""
+        assert isinstance(handle, RadixCacheHandle)
+        start = handle.node
+        assert start.parent is not None or start.is_root, "the handle's prefix was evicted"
+        for node in _path_to_root(start):
+            if unlock:
+                assert node.ref_count > 0, "unlocked more often than locked"
+                node.ref_count -= 1
+                if not node.ref_count:
+                    self._evictable_size += node.length
+                    self._protected_size -= node.length
+            else:
+                if not node.ref_count:
+                    self._evictable_size -= node.length
+                    self._protected_size += node.length
+                node.ref_count += 1
+        if start.is_evictable:
+            self._enqueue(start)
+
+    def evict(self, size: int) -> torch.Tensor:
+        """Free least recently used unlocked leaves, and their parents after them."""
+        if size > self._evictable_size:
+            raise RuntimeError(
+                f"cannot evict {size} tokens: only {self._evictable_size} are evictable, "
+                f"{self._protected_size} are locked"
+            )
+        freed: list[torch.Tensor] = []
+        num_freed = 0
+        while num_freed < size:
+            leaf = self._pop_least_recent()
+            num_freed += leaf.length
+            freed.append(leaf.indices)
+            self._unlink(leaf)
+        self._evictable_size -= num_freed
+        return torch.cat(freed) if freed else self._empty
+
+    def resident_indices(self) -> torch.Tensor:
+        """Every location in the tree; walks all of it, for checks and tests."""
+        parts = [node.indices for node in self._nodes() if not node.is_root]
+        return torch.cat(parts) if parts else self._empty
+
+    def check_integrity(self, handles: Iterable[BaseCacheHandle] | None = None) -> None:
+        """Recount everything: links, keys, whole pages, recency, references, sizes, the heap."""
+        nodes = list(self._nodes())
+        queued = {entry[1]: entry[0] for entry in self._queue}
+        _require(len(queued) == len(self._queue), "a node is queued for eviction twice")
+        for node in nodes:
+            self._check_links(node)
+            if node.is_evictable:
+                use = queued.get(node.serial)
+                _require(use is not None and use <= node.last_use, f"{node} cannot be evicted")
+        locked = sum(node.length for node in nodes if node.ref_count)
+        total = sum(node.length for node in nodes)
+        counted = SizeInfo(total - locked, locked)
+        _require(counted == self.size_info, f"counted {counted}, kept {self.size_info}")
+        if handles is not None:
+            self._check_references(nodes, handles)
+
+    def _check_links(self, node: RadixTreeNode) -> None:
+        """I5 between a node and its children, and references that grow towards the root."""
+        num_below = sum(child.ref_count for child in node.children.values())
+        _require(node.ref_count >= num_below, f"{node} is locked less often than its children")
+        for key, child in node.children.items():
+            _require(child.parent is node and not child.is_root, f"{child} has a wrong parent")
+            _require(child.length > 0, f"{child} is empty")
+            _require(child.length % self.page_size == 0, f"{child} is not whole pages")
+            _require(len(child.indices) == child.length, f"{child} has too few locations")
+            _require(self._child_key(child.key, 0) == key, f"{child} has a wrong key")
+            _require(child.last_use <= node.last_use, f"{child} is more recent than its parent")
+
+    def _check_references(
+        self, nodes: list[RadixTreeNode], handles: Iterable[BaseCacheHandle]
+    ) -> None:
+        """I4: a reference count is the number of live handles at or below the node."""
+        counts = {node.serial: 0 for node in nodes if not node.is_root}
+        for handle in handles:
+            assert isinstance(handle, RadixCacheHandle)
+            path = list(_path_to_root(handle.node))
+            root = path.pop()
+            _require(root.is_root, f"{handle} ends in a node that was evicted")
+            length = sum(node.length for node in path)
+            _require(length == handle.cached_len, f"{handle} covers {length} tokens")
+            for node in path:
+                _require(node.serial in counts, f"{node} is locked, but not in the tree")
+                counts[node.serial] += 1
+        for node in nodes:
+            expected = counts.get(node.serial, node.ref_count)
+            _require(node.ref_count == expected, f"{node} has {expected} live handles")
+
+    def _nodes(self) -> Iterator[RadixTreeNode]:
+        """Every node, roots included, parents first."""
+        stack = list(self._roots.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def _walk(self, root: RadixTreeNode, ids: Ids) -> tuple[RadixTreeNode, int]:
+        """Follow `ids` (whole pages) down from `root`, marking the path as just used."""
+        self._clock += 1
+        node, position = root, 0
+        node.last_use = self._clock
+        while position < len(ids):
+            child = node.children.get(self._child_key(ids, position))
+            if child is None:
+                break
+            common_len = align_down(_common_prefix_len(child.key, ids[position:]), self.page_size)
+            if common_len < child.length:
+                child = self._split(child, common_len)
+            child.last_use = self._clock
+            node = child
+            position += common_len
+        return node, position
+
+    def _split(self, node: RadixTreeNode, length: int) -> RadixTreeNode:
+        """Cut `node` after `length` tokens; the upper part is new, the lower part stays `node`.
+
+        Both parts copy, so that evicting one lets go of its memory.
+        """
+        parent = node.parent
+        assert parent is not None and 0 < length < node.length
+        upper = self._new_node(
+            node.key[:length].copy(), node.indices[:length].clone(), node.last_use, parent
+        )
+        upper.ref_count = node.ref_count
+        node.key = node.key[length:].copy()
+        node.indices = node.indices[length:].clone()
+        node.parent = upper
+        upper.children[self._child_key(node.key, 0)] = node
+        parent.children[self._child_key(upper.key, 0)] = upper
+        return upper
+
+    def _unlink(self, leaf: RadixTreeNode) -> None:
+        """Take an evicted leaf out of the tree; its parent may be the next to go."""
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[self._child_key(leaf.key, 0)]
+        leaf.parent = None
+        if parent.is_evictable:
+            self._enqueue(parent)
+        elif parent.salt and not parent.children:
+            del self._roots[parent.salt]
+
+    def _enqueue(self, node: RadixTreeNode) -> None:
+        """Give an evictable leaf its entry in the heap, unless it still has one."""
+        if not node.is_queued:
+            node.is_queued = True
+            heapq.heappush(self._queue, (node.last_use, node.serial, node))
+
+    def _pop_least_recent(self) -> RadixTreeNode:
+        """The least recently used evictable leaf, without its entry."""
+        queue = self._queue
+        while True:
+            last_use, _, node = queue[0]
+            if not node.is_evictable:
+                heapq.heappop(queue)
+                node.is_queued = False
+            elif last_use != node.last_use:
+                heapq.heapreplace(queue, (node.last_use, node.serial, node))
+            else:
+                heapq.heappop(queue)
+                node.is_queued = False
+                return node
+
+    def _child_key(self, ids: Ids, position: int) -> Hashable:
+        if self.page_size == 1:
+            return int(ids[position])
+        return tuple(ids[position : position + self.page_size].tolist())
+
+    def _new_node(
+        self, key: Ids, indices: torch.Tensor, last_use: int, parent: RadixTreeNode
+    ) -> RadixTreeNode:
+        self._num_made += 1
+        return RadixTreeNode(key, indices, last_use, self._num_made, parent=parent)
+
+    def _new_root(self, salt: str) -> RadixTreeNode:
+        return RadixTreeNode(_NO_IDS, self._empty, self._clock, 0, salt=salt)
+
+
+def _as_ids(ids: Any) -> Ids:
+    """Token ids as an int32 array, without a copy where they are one."""
+    if isinstance(ids, torch.Tensor):
+        ids = ids.numpy()
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _common_prefix_len(a: Ids, b: Ids) -> int:
+    """How many leading ids are equal."""
+    num_both = min(len(a), len(b))
+    differs = a[:num_both] != b[:num_both]
+    first = int(differs.argmax())
+    return first if differs[first] else num_both
+
+
+def _path_to_root(node: RadixTreeNode) -> Iterator[RadixTreeNode]:
+    """`node`, its parent, and so on up to the root."""
+    current: RadixTreeNode | None = node
+    while current is not None:
+        yield current
+        current = current.parent
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise RuntimeError(f"radix cache integrity: {message}")

@@ -1,0 +1,38 @@
+"""The scheduler: queue, admission, chunked prefill, decode, KV ownership, overlap.
+
+It is built from an engine, an IO object and a tick counter that implement the small protocols in
+`protocols`, and imports neither models nor the engine: tests run it with a simulated one. All its
+decisions use logical ticks and ordered containers, so that every rank and every replay agrees.
+May import `core`, `config`, `message`, `kvcache`, `utils`, `env`.
+"""
+
+from minisgl.config import SchedulerConfig
+
+from .admission import AdmissionPolicy, PageDemand, conservative
+from .cache import CacheManager
+from .decode import DecodeManager
+from .prefill import ChunkedReq, PrefillAdder, PrefillManager
+from .protocols import EngineProtocol, IOProtocol
+from .record import StepRecord
+from .scheduler import Scheduler
+from .table import TableManager
+from .utils import ForwardInput, PendingReq
+
+__all__ = [
+    "AdmissionPolicy",
+    "CacheManager",
+    "ChunkedReq",
+    "DecodeManager",
+    "EngineProtocol",
+    "ForwardInput",
+    "IOProtocol",
+    "PageDemand",
+    "PendingReq",
+    "PrefillAdder",
+    "PrefillManager",
+    "Scheduler",
+    "SchedulerConfig",
+    "StepRecord",
+    "TableManager",
+    "conservative",
+]

@@ -1,0 +1,290 @@
+"""The only code that moves a KV page between its three states: free, owned by a request, cached.
+
+Invariant, checked by `check_integrity` between any two steps: free pages, cached pages and the pages
+of live rows beyond their locked prefix are disjoint and together all pages. A location is a token's
+slot; page `p` starts at location `p * page_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from minisgl.core import Req
+from minisgl.kvcache import BaseCacheHandle, MatchResult, create_prefix_cache
+from minisgl.utils import div_ceil
+
+from .utils import PendingReq, to_device
+
+
+class CacheManager:
+    """Allocates, shares and frees pages.
+
+    page_table: int32 `(rows, tokens)`, written in place; each row at least whole pages long.
+    type: "radix" or "naive". Sizes are in tokens where their name says nothing else.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, page_table: torch.Tensor, type: str) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.page_table = page_table
+        self.device = page_table.device
+        self.prefix_cache = create_prefix_cache(
+            device=self.device, type=type, page_size=page_size
+        )
+        self._free_list = _FreeList(num_pages, page_size, self.device)
+        self._owners: dict[int, tuple[Req, int]] = {}  # row -> request, pages its row covers
+        self._held_back: list[torch.Tensor] | None = None
+
+    @property
+    def free_slots(self) -> torch.Tensor:
+        """First location of each free page, int32, in the order in which they are handed out."""
+        return self._free_list.slots
+
+    @free_slots.setter
+    def free_slots(self, slots: torch.Tensor) -> None:
+        self._free_list.slots = slots
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that are free now."""
+        return len(self._free_list)
+
+    @property
+    def num_owned_pages(self) -> int:
+        """Pages that live requests own alone."""
+        return sum(
+            num_pages - self._locked_len(req) // self.page_size
+            for req, num_pages in self._owners.values()
+        )
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that are free or could be made free by evicting."""
+        return len(self._free_list) + self.prefix_cache.size_info.evictable_size // self.page_size
+
+    @property
+    def available_size(self) -> int:
+        """Tokens for which there is room, evicting what can be."""
+        return self.available_pages * self.page_size
+
+    def match_req(self, req: PendingReq) -> MatchResult:
+        """The longest cached prefix of a prompt without its last token: one is always computed."""
+        return self.prefix_cache.match_prefix(req.input_ids[: req.input_len - 1], req.salt)
+
+    def lock(self, handle: BaseCacheHandle) -> None:
+        """Protect a prefix from eviction."""
+        self.prefix_cache.lock_handle(handle)
+
+    def unlock(self, handle: BaseCacheHandle) -> None:
+        """Take one protection back."""
+        self.prefix_cache.lock_handle(handle, unlock=True)
+
+    def allocate_paged(self, reqs: Sequence[Req]) -> None:
+        """Give every request the pages for `[cached_len, device_len)`, all or nothing."""
+        spans: list[tuple[int, int, int]] = []
+        for req in reqs:
+            first_page = div_ceil(req.cached_len, self.page_size)
+            last_page = div_ceil(req.device_len, self.page_size)
+            if last_page > first_page:
+                spans.append((req.table_idx, first_page, last_page))
+        needed_pages = sum(last - first for _, first, last in spans)
+        if needed_pages > 0:
+            allocated = self._page_to_token(self._allocate(needed_pages))
+            _write_page_table(self.page_table, allocated, spans, self.page_size)
+        for req in reqs:
+            self._owners[req.table_idx] = (req, div_ceil(req.device_len, self.page_size))
+
+    def cache_req(self, req: Req, *, finished: bool, length: int | None = None) -> None:
+        """Hand a request's KV to the prefix cache; at its end, give back all that is left.
+
+        length: how many of its tokens have valid KV; default `req.cached_len`. The ranges of its row:
+        `[0, old)` shared and locked since it started; `[old, cached)` computed here, but meanwhile
+        cached by another; `[cached, new)` newly cached; `[new, ...)` too short for a page.
+        """
+        length = req.cached_len if length is None else length
+        row = self.page_table[req.table_idx]
+        old_handle, old_len = req.cache_handle, self._locked_len(req)
+        cached_len, new_handle = self.prefix_cache.insert_prefix(
+            req.input_ids[:length], row[:length], req.salt
+        )
+        duplicates = row[old_len:cached_len].clone()
+        if finished:
+            self._free(row[max(new_handle.cached_len, old_len) : self._owned_end(req)])
+            self._owners.pop(req.table_idx, None)
+            req.cache_handle = None
+        else:
+            if len(duplicates):  # re-point before freeing: the row must not read freed pages
+                row[old_len:cached_len] = new_handle.get_matched_indices()[old_len:cached_len]
+            self.lock(new_handle)
+            req.cache_handle = new_handle
+        if old_handle is not None:
+            self.unlock(old_handle)
+        self._free(duplicates)
+
+    def drop_req(self, req: Req) -> None:
+        """Give back all that a request owns and share nothing of it: its KV cannot be trusted."""
+        start = self._locked_len(req)
+        self._free(self.page_table[req.table_idx, start : self._owned_end(req)])
+        self._owners.pop(req.table_idx, None)
+        if req.cache_handle is not None:
+            self.unlock(req.cache_handle)
+            req.cache_handle = None
+
+    @contextmanager
+    def lazy_free_region(self) -> Iterator[None]:
+        """Inside, frees are collected; they are appended at once at the end."""
+        assert self._held_back is None, "lazy_free_region cannot be nested"
+        self._held_back = []
+        try:
+            yield
+        finally:
+            held_back, self._held_back = self._held_back, None
+            if held_back:
+                self._free_list.push(torch.cat(held_back))
+
+    def flush(self) -> int:
+        """Forget every cached prefix that no request uses; returns the number of pages freed."""
+        freed = self.prefix_cache.reset()
+        self._free(freed)
+        return len(freed) // self.page_size
+
+    def check_integrity(self, *, full: bool = True) -> None:
+        """`RuntimeError` unless every page has exactly one owner; `full=False` only counts."""
+        free, owned = self.num_free_pages, self.num_owned_pages
+        cached = self.prefix_cache.size_info.total_size // self.page_size
+        if free + cached + owned != self.num_pages:
+            raise RuntimeError(
+                f"KV integrity check failed: {free} free + {cached} cached + {owned} owned pages "
+                f"are not the pool's {self.num_pages}"
+            )
+        if full:
+            handles = [req.cache_handle for req, _ in self._owners.values()]
+            self.prefix_cache.check_integrity([handle for handle in handles if handle is not None])
+            self._check_ownership()
+
+    def _check_ownership(self) -> None:
+        """Prove that the states are disjoint and complete, page by page."""
+        owned = [
+            self.page_table[row, self._locked_len(req) : num_pages * self.page_size]
+            for row, (req, num_pages) in sorted(self._owners.items())
+        ]
+        for row, (req, _) in self._owners.items():
+            if req.cache_handle is None or not (locked := req.cache_handle.cached_len):
+                continue
+            if not torch.equal(
+                self.page_table[row, :locked], req.cache_handle.get_matched_indices()
+            ):
+                raise RuntimeError(f"KV integrity check failed: row {row} left its locked prefix")
+        heads = self._page_heads(torch.cat([*owned, self.prefix_cache.resident_indices()]))
+        heads = np.concatenate([self.free_slots.cpu().numpy(), heads])
+        if not np.array_equal(np.sort(heads), np.arange(self.num_pages) * self.page_size):
+            raise RuntimeError(
+                "KV integrity check failed: free, cached and owned pages overlap or do not cover "
+                "the pool"
+            )
+
+    def _page_heads(self, locations: torch.Tensor) -> np.ndarray:
+        """First location of each page; the locations must be runs of whole pages."""
+        pages = locations.cpu().numpy().reshape(-1, self.page_size)
+        if not np.array_equal(pages, pages[:, :1] + np.arange(self.page_size)):
+            raise RuntimeError("KV integrity check failed: a page's locations are torn apart")
+        return pages[:, 0]
+
+    def _locked_len(self, req: Req) -> int:
+        return 0 if req.cache_handle is None else int(req.cache_handle.cached_len)
+
+    def _owned_end(self, req: Req) -> int:
+        """The end of the row's pages, in tokens."""
+        _, num_pages = self._owners.get(
+            req.table_idx, (req, div_ceil(req.cached_len, self.page_size))
+        )
+        return num_pages * self.page_size
+
+    def _allocate(self, needed_pages: int) -> torch.Tensor:
+        """First locations of `needed_pages` pages, int32, evicting if need be; all or nothing."""
+        missing_pages = needed_pages - len(self._free_list)
+        if missing_pages > 0:
+            evicted = self.prefix_cache.evict(missing_pages * self.page_size)
+            self._free_list.push(evicted[:: self.page_size])
+        return self._free_list.pop(needed_pages)
+
+    def _free(self, indices: torch.Tensor) -> None:
+        """Give back whole pages, named by the locations of all their tokens."""
+        if len(indices) == 0:
+            return
+        heads = indices[:: self.page_size]
+        if self._held_back is None:
+            self._free_list.push(heads)
+        else:
+            self._held_back.append(heads.clone())
+
+    def _page_to_token(self, pages: torch.Tensor) -> torch.Tensor:
+        """The locations of all tokens of pages that are named by their first location."""
+        if self.page_size == 1:
+            return pages
+        offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.device)
+        return (pages.unsqueeze(1) + offsets).flatten()
+
+
+class _FreeList:
+    """Free pages in hand-out order: taken from the front, freed to the back, both in O(1) per page.
+
+    A window slides through a buffer of twice the pool and moves back to the start when it meets
+    the end. What is pushed is copied.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, device: torch.device) -> None:
+        self._buffer = torch.empty(2 * num_pages, dtype=torch.int32, device=device)
+        self._buffer[:num_pages] = torch.arange(num_pages, dtype=torch.int32) * page_size
+        self._start, self._end = 0, num_pages
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """The free pages, a view that is valid until the next push."""
+        return self._buffer[self._start : self._end]
+
+    @slots.setter
+    def slots(self, slots: torch.Tensor) -> None:
+        self._buffer = torch.cat([slots.to(torch.int32), torch.empty_like(self._buffer)])
+        self._start, self._end = 0, len(slots)
+
+    def push(self, pages: torch.Tensor) -> None:
+        """Put pages at the back."""
+        if self._end + len(pages) > len(self._buffer):
+            kept = self.slots.clone()
+            if len(kept) + len(pages) > len(self._buffer):
+                raise RuntimeError("KV integrity check failed: more pages freed than there are")
+            self._buffer[: len(kept)] = kept
+            self._start, self._end = 0, len(kept)
+        self._buffer[self._end : self._end + len(pages)] = pages
+        self._end += len(pages)
+
+    def pop(self, num_pages: int) -> torch.Tensor:
+        """Take pages from the front; a copy."""
+        assert num_pages <= len(self), f"{num_pages} pages wanted, {len(self)} free"
+        pages = self._buffer[self._start : self._start + num_pages].clone()
+        self._start += num_pages
+        return pages
+
+
+def _write_page_table(
+    page_table: torch.Tensor,
+    allocated: torch.Tensor,
+    spans: Sequence[tuple[int, int, int]],
+    page_size: int,
+) -> None:
+    """Write all new locations with one indexed assignment; a span is (row, first page, end page)."""
+    table = np.array(spans, dtype=np.int64).reshape(-1, 3)
+    lens = (table[:, 2] - table[:, 1]) * page_size
+    rows = np.repeat(table[:, 0], lens)
+    starts = table[:, 1] * page_size - (np.cumsum(lens) - lens)
+    columns = np.repeat(starts, lens) + np.arange(len(rows))
+    device = page_table.device
+    page_table[to_device(rows, device), to_device(columns, device)] = allocated

@@ -1,0 +1,213 @@
+"""The queue, and how prompts get from it into batches: match, admit, lock, take a row, chunk.
+
+First come, first served; admission stops at the first request that does not fit. The whole policy
+is `PrefillManager.schedule_next_batch` and `PrefillAdder.try_add_one`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from minisgl.core import Batch, Req
+from minisgl.kvcache import BaseCacheHandle
+from minisgl.message import UserMsg
+from minisgl.utils import div_ceil
+
+from .admission import AdmissionPolicy, PageDemand, conservative
+from .cache import CacheManager
+from .decode import DecodeManager
+from .table import TableManager
+from .utils import PendingReq
+
+WAITS_FOR_ROW = "table row"
+WAITS_FOR_PAGES = "pages"
+WAITS_FOR_BUDGET = "token budget"
+
+
+class ChunkedReq(Req):
+    """A request whose prompt is only partly computed: it never decodes and is never sampled."""
+
+    @property
+    def can_decode(self) -> bool:
+        """Never: the rest of its prompt comes first."""
+        return False
+
+    @property
+    def is_sampled(self) -> bool:
+        """Never: its last position is in the middle of the prompt."""
+        return False
+
+
+class PrefillAdder:
+    """Builds one prefill batch under a token budget.
+
+    reserved_size: tokens promised to requests that hold a row. `promised` gives the same request by
+    request, for policies that need more than the sum; both count.
+    """
+
+    def __init__(
+        self,
+        token_budget: int,
+        reserved_size: int,
+        cache_manager: CacheManager,
+        table_manager: TableManager,
+        *,
+        promised: Sequence[PageDemand] = (),
+        policy: AdmissionPolicy = conservative,
+    ) -> None:
+        self.token_budget = token_budget
+        self.reserved_size = reserved_size
+        self.cache_manager = cache_manager
+        self.table_manager = table_manager
+        self.policy = policy
+        self.promised = list(promised)
+        self.waits_for: str | None = None
+        if reserved_size:
+            self.promised.append(PageDemand(0, div_ceil(reserved_size, cache_manager.page_size)))
+
+    def try_add_one(self, pending: PendingReq) -> Req | None:
+        """The next chunk of `pending` as a request of this batch, None if it has to wait."""
+        if self.token_budget <= 0:
+            self.waits_for = WAITS_FOR_BUDGET
+            return None
+        if chunk := pending.chunked_req:
+            return self._add_chunk(pending, chunk.cache_handle, chunk.table_idx, chunk.cached_len)
+        if resource := self._try_allocate_one(pending):
+            handle, row = resource
+            return self._add_chunk(pending, handle, row, handle.cached_len)
+        return None
+
+    def _try_allocate_one(self, pending: PendingReq) -> tuple[BaseCacheHandle, int] | None:
+        """Lock the longest cached prefix and take a row, if the worst case fits."""
+        if self.table_manager.available_size == 0:
+            self.waits_for = WAITS_FOR_ROW
+            return None
+        cache = self.cache_manager
+        handle = cache.match_req(pending).cuda_handle
+        demand = PageDemand.of_candidate(
+            pending.input_len, pending.output_len, handle.cached_len, cache.page_size
+        )
+        if not self.policy(demand, self.promised, cache.available_pages):
+            self.waits_for = WAITS_FOR_PAGES
+            return None
+        cache.lock(handle)  # what it locks is no longer evictable: look again
+        if not self.policy(demand, self.promised, cache.available_pages):
+            cache.unlock(handle)
+            self.waits_for = WAITS_FOR_PAGES
+            return None
+        self.promised.append(demand)
+        row = self.table_manager.allocate()
+        if (cached_len := handle.cached_len) > 0:
+            self._write_tokens(pending, row, 0, cached_len)
+            self.table_manager.page_table[row, :cached_len] = handle.get_matched_indices()
+        return handle, row
+
+    def _add_chunk(
+        self, pending: PendingReq, handle: BaseCacheHandle | None, row: int, cached_len: int
+    ) -> Req:
+        end = min(cached_len + self.token_budget, pending.input_len)
+        self.token_budget -= end - cached_len
+        self._write_tokens(pending, row, cached_len, end)
+        req_type = ChunkedReq if end < pending.input_len else Req
+        return req_type(
+            input_ids=pending.input_ids[:end],
+            table_idx=row,
+            cached_len=cached_len,
+            output_len=pending.output_len,
+            uid=pending.uid,
+            sampling_params=pending.sampling_params,
+            cache_handle=handle,
+            salt=pending.salt,
+        )
+
+    def _write_tokens(self, pending: PendingReq, row: int, start: int, end: int) -> None:
+        self.table_manager.token_pool[row, start:end] = pending.input_ids[start:end]
+
+
+class PrefillManager:
+    """Owns the queue. The chunked request, if there is one, stands at its head."""
+
+    def __init__(
+        self,
+        cache_manager: CacheManager,
+        table_manager: TableManager,
+        decode_manager: DecodeManager,
+        policy: AdmissionPolicy = conservative,
+    ) -> None:
+        self.cache_manager = cache_manager
+        self.table_manager = table_manager
+        self.decode_manager = decode_manager
+        self.policy = policy
+        self.pending_list: list[PendingReq] = []
+        self.head_waits_for: str | None = None
+
+    @property
+    def runnable(self) -> bool:
+        """Whether anything is in the queue."""
+        return len(self.pending_list) > 0
+
+    def add_one_req(self, user_msg: UserMsg) -> None:
+        """Put a request at the end of the queue."""
+        self.pending_list.append(
+            PendingReq(
+                uid=user_msg.uid,
+                input_ids=user_msg.input_ids,
+                sampling_params=user_msg.sampling_params,
+                salt=user_msg.salt,
+            )
+        )
+
+    def schedule_next_batch(self, budget: int) -> Batch | None:
+        """The next prefill batch of at most `budget` prompt tokens, None if nothing can start."""
+        self.head_waits_for = None
+        if not self.pending_list:
+            return None
+        adder = PrefillAdder(
+            token_budget=budget,
+            reserved_size=0,
+            cache_manager=self.cache_manager,
+            table_manager=self.table_manager,
+            promised=self.decode_manager.page_demands() + self._half_prefilled_demands(),
+            policy=self.policy,
+        )
+        reqs: list[Req] = []
+        unfinished: list[PendingReq] = []
+        for pending in self.pending_list:
+            req = adder.try_add_one(pending)
+            if req is None:
+                self.head_waits_for = adder.waits_for
+                break
+            pending.chunked_req = None
+            if isinstance(req, ChunkedReq):
+                pending.chunked_req = req
+                unfinished.append(pending)
+            reqs.append(req)
+        self.pending_list = unfinished + self.pending_list[len(reqs) :]
+        return Batch(reqs, "prefill") if reqs else None
+
+    def _half_prefilled_demands(self) -> list[PageDemand]:
+        page_size = self.cache_manager.page_size
+        return [
+            PageDemand.of_running(
+                pending.chunked_req.cached_len, pending.input_len + pending.output_len, page_size
+            )
+            for pending in self.pending_list
+            if pending.chunked_req
+        ]
+
+    def abort_req(self, uid: int) -> PendingReq | None:
+        """Take request `uid` out of the queue and return it, None if it is not there."""
+        for i, pending in enumerate(self.pending_list):
+            if pending.uid == uid:
+                return self.pending_list.pop(i)
+        return None
+
+
+def clamp_max_tokens(msg: UserMsg, max_seq_len: int) -> UserMsg:
+    """`msg` with `max_tokens` cut to what the context leaves; the caller's parameters stay as is."""
+    room = max_seq_len - len(msg.input_ids)
+    if msg.sampling_params.max_tokens <= room:
+        return msg
+    params = dataclasses.replace(msg.sampling_params, max_tokens=room)
+    return dataclasses.replace(msg, sampling_params=params)

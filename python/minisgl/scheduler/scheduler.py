@@ -1,0 +1,409 @@
+"""The scheduler's loop: receive, schedule, launch, process.
+
+One turn of either loop reads top to bottom. A request lives in exactly one place: the queue
+(`prefill_manager`), the running set (`decode_manager`), or `finished_reqs`, where those that ended
+wait until the last batch that holds them has drained. All ways out lead to `_end_req`, and only
+`_release` gives a row and its pages back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from minisgl.config import SchedulerConfig
+from minisgl.core import Batch, Req
+from minisgl.env import ENV
+from minisgl.message import (
+    AbortBackendMsg,
+    BaseBackendMsg,
+    BatchBackendMsg,
+    DetokenizeMsg,
+    ExitMsg,
+    UserMsg,
+)
+from minisgl.params import FinishReason, InvalidRequestError
+from minisgl.utils import OrderedSet, init_logger
+
+from .admission import AdmissionPolicy, conservative
+from .cache import CacheManager
+from .decode import DecodeManager
+from .prefill import PrefillManager, clamp_max_tokens
+from .protocols import EngineProtocol, ForwardOutputProtocol, IOProtocol
+from .record import StepRecord
+from .table import TableManager
+from .utils import ForwardData, ForwardInput, make_positions, make_write_tuple
+
+logger = init_logger(__name__)
+
+MAX_EARLY_ABORTS = 4096
+NO_TOKEN = -1
+
+
+class Scheduler:
+    """Turns requests into batches, and tokens into replies.
+
+    engine, io: see `protocols`. ticks: numbers the turns of the loop; every rank counts alike.
+    eos_token_ids: the tokens that end a request that does not ignore them.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        engine: EngineProtocol,
+        io: IOProtocol,
+        *,
+        eos_token_ids: Iterable[int] = (),
+        ticks: Iterator[int] | None = None,
+        policy: AdmissionPolicy = conservative,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.io = io
+        self.device = engine.device
+        self.table_manager = TableManager(config.max_running_req, engine.page_table)
+        self.token_pool = self.table_manager.token_pool
+        self.cache_manager = CacheManager(
+            engine.num_pages, config.page_size, engine.page_table, config.cache_type
+        )
+        self.decode_manager = DecodeManager(config.page_size)
+        self.prefill_manager = PrefillManager(
+            self.cache_manager, self.table_manager, self.decode_manager, policy
+        )
+        self.prefill_budget = config.max_extend_tokens
+        self.finished_reqs: OrderedSet[Req] = OrderedSet()
+        self.step_listeners: list[Callable[[StepRecord], None]] = []
+        self.is_exiting = False
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._ticks = itertools.count() if ticks is None else ticks
+        self._num_in_flight: dict[Req, int] = {}
+        self._early_aborts: OrderedDict[int, None] = OrderedDict()
+        self._outbox: list[DetokenizeMsg] = []
+        self._tick = 0
+        self._schedule_seconds = 0.0
+
+    # The loop
+
+    def run_forever(self) -> None:
+        """Turn the loop until an `ExitMsg` has come and nothing is in flight."""
+        use_overlap = self.uses_overlap
+        data: ForwardData | None = None
+        while not self.is_exiting:
+            if use_overlap:
+                data = self.overlap_loop(data)
+            else:
+                self.normal_loop()
+        self._process_last_data(data)
+
+    @property
+    def uses_overlap(self) -> bool:
+        """Whether a step is launched before the one before it is processed."""
+        disabled = ENV.DISABLE_OVERLAP_SCHEDULING.value
+        return self.device.type == "cuda" if disabled is None else not disabled
+
+    def normal_loop(self) -> None:
+        """One turn without overlap: the step is processed before the next is scheduled."""
+        self._receive(may_block=True)
+        forward_input = self._schedule_next_batch()
+        self._process_last_data(self._launch(forward_input))
+        self._flush_replies()
+
+    def overlap_loop(self, last_data: ForwardData | None) -> ForwardData | None:
+        """One turn with overlap: launch this step, then process the one before it."""
+        self._receive(may_block=last_data is None)
+        forward_input = self._schedule_next_batch()
+        ongoing_data = self._launch(forward_input)
+        self._process_last_data(last_data)
+        self._flush_replies()
+        return ongoing_data
+
+    def run_when_idle(self) -> None:
+        """Called whenever nothing is left to do, before waiting for a message."""
+        self.cache_manager.check_integrity(full=False)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is queued or running or draining."""
+        return not (
+            self.prefill_manager.runnable or self.decode_manager.runnable or self._num_in_flight
+        )
+
+    def shutdown(self) -> None:
+        """End every request, drain what is in flight and check that all pages are back."""
+        self.reset()
+
+    # Messages
+
+    def receive_msg(self, blocking: bool = False) -> Sequence[BaseBackendMsg]:
+        """All messages that have arrived, in the order that every rank acts on."""
+        return self.io.receive(blocking)
+
+    def send_result(self, replies: Sequence[DetokenizeMsg]) -> None:
+        """Hand over the replies of a step."""
+        self.io.send(replies)
+
+    def _receive(self, may_block: bool) -> None:
+        self._tick = next(self._ticks)
+        is_idle = may_block and self.is_idle
+        if is_idle:
+            self.run_when_idle()
+        for msg in self.receive_msg(blocking=is_idle):
+            self._process_one_msg(msg)
+
+    def _process_one_msg(self, msg: BaseBackendMsg) -> None:
+        if isinstance(msg, BatchBackendMsg):
+            for item in msg.data:
+                self._process_one_msg(item)
+        elif isinstance(msg, UserMsg):
+            self._submit(msg)
+        elif isinstance(msg, AbortBackendMsg):
+            self._abort(msg.uid)
+        elif isinstance(msg, ExitMsg):
+            self.is_exiting = True
+        else:
+            logger.warning("dropped a message of unknown type %s", type(msg).__name__)
+
+    def _submit(self, msg: UserMsg) -> None:
+        if msg.uid in self._early_aborts:
+            del self._early_aborts[msg.uid]
+            return
+        try:
+            self.check_request(msg)
+        except InvalidRequestError as error:
+            self._reply(msg.uid, NO_TOKEN, FinishReason.ERROR, str(error))
+            return
+        self.prefill_manager.add_one_req(clamp_max_tokens(msg, self.engine.max_seq_len))
+
+    def check_request(self, msg: UserMsg) -> None:
+        """`InvalidRequestError` for a request that cannot run on this engine, ever."""
+        ids = msg.input_ids
+        limit, vocab_size = self.engine.max_seq_len, self.engine.vocab_size
+        if len(ids) == 0:
+            raise InvalidRequestError("the prompt is empty: give at least one token", "prompt")
+        if len(ids) >= limit:
+            raise InvalidRequestError(
+                f"the prompt has {len(ids)} tokens and the context holds {limit}, which leaves no "
+                f"room for an answer: shorten it, or raise --max-seq-len-override or the KV pool",
+                "prompt",
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequestError(
+                f"token id {wrong} is not in the vocabulary of {vocab_size}", "prompt"
+            )
+        msg.sampling_params.validate(vocab_size)
+
+    # Schedule and launch
+
+    def _schedule_next_batch(self) -> ForwardInput | None:
+        """Prefill before decode; None if nothing can run."""
+        start = time.perf_counter()
+        batch = (
+            self.prefill_manager.schedule_next_batch(self.prefill_budget)
+            or self.decode_manager.schedule_next_batch()
+        )
+        if batch is None:
+            return None
+        try:
+            forward_input = self._prepare_batch(batch)
+        except Exception as error:
+            self._fail_batch(batch, error)
+            return None
+        self._schedule_seconds = time.perf_counter() - start
+        return forward_input
+
+    def _prepare_batch(self, batch: Batch) -> ForwardInput:
+        """Allocate pages and lay out everything that the forward reads."""
+        self.engine.pad_batch(batch)
+        self.cache_manager.allocate_paged(batch.reqs)
+        batch.positions, input_tuple = make_positions(batch, self.device)
+        batch.out_loc = self.engine.page_table[input_tuple]
+        return ForwardInput(
+            batch=batch,
+            sample_args=self.engine.prepare(batch),
+            input_tuple=input_tuple,
+            write_tuple=make_write_tuple(batch.reqs, self.device),
+        )
+
+    def _launch(self, forward_input: ForwardInput | None) -> ForwardData | None:
+        """Run one step and record it; a step that fails ends its own requests only."""
+        if forward_input is None:
+            return None
+        batch = forward_input.batch
+        num_tokens = sum(req.extend_len for req in batch.reqs)
+        start = time.perf_counter()
+        try:
+            with self.engine.launch_order():
+                output = self._forward(forward_input)
+        except Exception as error:
+            self._fail_batch(batch, error)
+            return None
+        for req in batch.reqs:
+            self._num_in_flight[req] = self._num_in_flight.get(req, 0) + 1
+        if self.step_listeners:
+            self._record_step(batch, num_tokens, time.perf_counter() - start)
+        return forward_input, output
+
+    def _forward(self, forward_input: ForwardInput) -> ForwardOutputProtocol:
+        """Forward, sample, account: the requests of the batch are one token further."""
+        batch, sample_args, input_tuple, write_tuple = forward_input
+        batch.input_ids = self.token_pool[input_tuple]
+        logits = self.engine.forward(batch)
+        output = self.engine.sample(batch, logits, sample_args)
+        self.token_pool[write_tuple] = output.next_tokens_gpu
+        for req in batch.reqs:
+            req.complete_one()
+        self.decode_manager.filter_reqs(batch.reqs)
+        return output
+
+    def _record_step(self, batch: Batch, num_tokens: int, forward_seconds: float) -> None:
+        cache, sizes = self.cache_manager, self.cache_manager.prefix_cache.size_info
+        record = StepRecord(
+            step=self._tick,
+            phase=batch.phase,
+            uids=tuple(req.uid for req in batch.reqs),
+            num_tokens=num_tokens,
+            waiting=len(self.prefill_manager.pending_list),
+            free_pages=cache.num_free_pages,
+            cached_pages=sizes.total_size // cache.page_size,
+            evictable_pages=sizes.evictable_size // cache.page_size,
+            owned_pages=cache.num_owned_pages,
+            reserved_tokens=self.decode_manager.inflight_tokens,
+            head_waits_for=self.prefill_manager.head_waits_for,
+            schedule_seconds=self._schedule_seconds,
+            forward_seconds=forward_seconds,
+        )
+        for listener in self.step_listeners:
+            listener(record)
+
+    # Results
+
+    def _process_last_data(self, last_data: ForwardData | None) -> None:
+        """Append, reply, finish or keep, and hand KV to the prefix cache."""
+        if last_data is None:
+            return
+        batch, output = last_data[0].batch, last_data[1]
+        output.copy_done_event.synchronize()
+        tokens = output.next_tokens_cpu.tolist()
+        with self.cache_manager.lazy_free_region():
+            for req, token in zip(batch.reqs, tokens):
+                self._drain(req)
+                if req.finish_reason is not None:
+                    self._release_if_drained(req)
+                elif req.is_sampled:
+                    self._accept_token(req, token, batch.is_prefill)
+
+    def _accept_token(self, req: Req, token: int, ends_prefill: bool) -> None:
+        if token == NO_TOKEN:
+            message = "the model gave no usable logits (NaN) for this request"
+            self._end_req(req, FinishReason.ERROR)
+            self._reply(req.uid, NO_TOKEN, FinishReason.ERROR, message)
+            return
+        req.append_host(token)
+        reason = self._reason_to_stop(req, token)
+        self._reply(req.uid, token, reason)
+        if reason is not None:
+            self._end_req(req, reason)
+        elif ends_prefill:  # the KV of tokens that are still in flight is not shared yet
+            self.cache_manager.cache_req(req, finished=False, length=len(req.input_ids) - 1)
+
+    def _reason_to_stop(self, req: Req, token: int) -> FinishReason | None:
+        params = req.sampling_params
+        is_eos = not params.ignore_eos and token in self._eos_token_ids
+        if is_eos or token in params.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(req.input_ids) >= req.max_device_len else None
+
+    def _reply(
+        self, uid: int, token: int, reason: FinishReason | None, error: str | None = None
+    ) -> None:
+        self._outbox.append(DetokenizeMsg(uid, token, reason is not None, reason, error))
+
+    def _flush_replies(self) -> None:
+        if self._outbox:
+            replies, self._outbox = self._outbox, []
+            self.send_result(replies)
+
+    # Ends
+
+    def _end_req(self, req: Req, reason: FinishReason) -> None:
+        """End a request that holds a row; its row and pages go back when it has drained."""
+        assert req.finish_reason is None, f"{req} ends twice"
+        req.finish_reason = reason
+        self.decode_manager.remove_req(req)
+        self.finished_reqs.add(req)
+        self._release_if_drained(req)
+
+    def _release_if_drained(self, req: Req) -> None:
+        if req not in self._num_in_flight:
+            self._release(req)
+
+    def _release(self, req: Req) -> None:
+        """The one place where a request's pages and row go back, exactly once."""
+        if req.finish_reason is FinishReason.ERROR:
+            self.cache_manager.drop_req(req)
+        else:
+            self.cache_manager.cache_req(req, finished=True)
+        self.table_manager.free(req.table_idx)
+        self.finished_reqs.remove(req)
+
+    def _drain(self, req: Req) -> None:
+        self._num_in_flight[req] -= 1
+        if not self._num_in_flight[req]:
+            del self._num_in_flight[req]
+
+    def _abort(self, uid: int) -> None:
+        """End `uid` wherever it is; one that is not known yet will be dropped when it arrives."""
+        if pending := self.prefill_manager.abort_req(uid):
+            if pending.chunked_req is not None:
+                self._end_req(pending.chunked_req, FinishReason.ABORT)
+        elif req := self.decode_manager.abort_req(uid) or self._in_flight_req(uid):
+            self._end_req(req, FinishReason.ABORT)
+        elif not any(req.uid == uid for req in self.finished_reqs):
+            self._early_aborts[uid] = None
+            if len(self._early_aborts) > MAX_EARLY_ABORTS:
+                self._early_aborts.popitem(last=False)
+
+    def _in_flight_req(self, uid: int) -> Req | None:
+        """A request whose last token is being computed: in no set, but not ended."""
+        for req in self._num_in_flight:
+            if req.uid == uid and req.is_sampled and req.finish_reason is None:
+                return req
+        return None
+
+    def _fail_batch(self, batch: Batch, error: Exception) -> None:
+        """A step that could not be launched: its requests end with an error, the rest go on."""
+        logger.error("a step of %d requests failed", batch.size, exc_info=error)
+        message = f"the forward pass failed: {type(error).__name__}: {error}"
+        for req in batch.reqs:
+            self.prefill_manager.abort_req(req.uid)
+            self._end_req(req, FinishReason.ERROR)
+            self._reply(req.uid, NO_TOKEN, FinishReason.ERROR, message)
+
+    def reset(self) -> None:
+        """End every request without a reply and take everything back, whatever was in flight."""
+        self._num_in_flight.clear()
+        self._early_aborts.clear()
+        self._outbox.clear()
+        for pending in list(self.prefill_manager.pending_list):
+            self._abort(pending.uid)
+        for req in list(self.decode_manager.running_reqs):
+            self._end_req(req, FinishReason.ABORT)
+        for req in list(self.finished_reqs):
+            self._release(req)
+        self.cache_manager.check_integrity(full=False)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The smallest EOS id; assigning an id or several replaces the whole set."""
+        return min(self._eos_token_ids, default=None)
+
+    @eos_token_id.setter
+    def eos_token_id(self, ids: int | Iterable[int] | None) -> None:
+        if ids is None:
+            self._eos_token_ids = frozenset()
+        else:
+            self._eos_token_ids = frozenset([ids] if isinstance(ids, int) else ids)
