@@ -1,18 +1,56 @@
-"""What an engine, a scheduler and a server are told at start. Free of torch.
+"""What an engine, a scheduler and a server are told at start. Free of torch; may import `params`.
 
 Each dataclass extends the one before it, and each is frozen: what changes at run time lives
-elsewhere. `dtype` is a name ("float32") or a torch dtype object; the engine resolves it.
+elsewhere. `dtype` is a name ("float32") or a torch dtype object; the engine resolves it. Invariant:
+a config that exists can be used; one that cannot raises `ConfigError` with the flag to change.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
-from minisgl.params import ConfigError
+from minisgl.params import MAX_SEED, ConfigError, shown
 
 GIB = 1 << 30
 AUTO = "auto"
+
+MAX_TP_SIZE = 1024
+MAX_RUNNING_REQ = 65536
+MAX_PAGE_SIZE = 4096
+MAX_TOKENS_OF_A_POOL = 2**31 - 1  # token locations are int32
+MAX_GRAPH_BATCH_SIZE = 65536
+MAX_THREADS = 4096
+MAX_TOKENIZER_PROCESSES = 64
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _check_int(name: str, flag: str, value: Any, low: int, high: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(
+        whole and low <= value <= high,
+        f"{name} ({flag}) must be a whole number of {low} to {high}, got {shown(value)}",
+    )
+
+
+def _check_float(name: str, flag: str, value: Any, high: float) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    _require(
+        number and 0.0 < value <= high,
+        f"{name} ({flag}) must be above 0 and at most {high:g}, got {shown(value)}",
+    )
+
+
+def _check_word(name: str, flag: str, value: Any) -> None:
+    _require(
+        isinstance(value, str) and bool(value),
+        f"{name} ({flag}) must be a name, got {shown(value)}",
+    )
 
 
 @dataclass(frozen=True)
@@ -23,8 +61,8 @@ class DistributedInfo:
     size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ConfigError(f"tensor-parallel rank {self.rank} is not in 0 to {self.size - 1}")
+        _check_int("size", "--tp-size", self.size, 1, MAX_TP_SIZE)
+        _check_int("rank", "--tp-rank", self.rank, 0, self.size - 1)
 
     @property
     def is_primary(self) -> bool:
@@ -32,18 +70,13 @@ class DistributedInfo:
         return self.rank == 0
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """The model, the device and the memory of one engine.
 
-    `cpu_kv_cache_bytes` bounds the KV pool on a CPU, `memory_ratio` the share of a GPU's memory that
-    weights and KV may take; `num_page_override` sets the number of pages directly. `num_threads` 0
-    follows the process's CPU affinity and its cgroup.
+    `cpu_kv_cache_bytes` bounds the KV pool on a CPU, `memory_ratio` the share of a GPU's memory
+    that weights and KV may take; `num_page_override` sets the number of pages directly.
+    `num_threads` 0 follows the process's CPU affinity and its cgroup.
     """
 
     model_path: str
@@ -67,39 +100,50 @@ class EngineConfig:
     random_seed: int | None = None
 
     def __post_init__(self) -> None:
-        _require(bool(self.model_path), "model_path (--model) is empty: give a folder or a GGUF file")
         _require(
-            self.device in (AUTO, "cpu", "cuda") or self.device.startswith("cuda:"),
-            f"device (--device) must be auto, cpu or cuda, got {self.device!r}",
+            bool(self.model_path) and isinstance(self.model_path, (str, os.PathLike)),
+            "model_path (--model) must be a folder, a GGUF file or a model's name, "
+            f"got {shown(self.model_path)}",
         )
         _require(
-            1 <= self.max_running_req <= 65536,
-            f"max_running_req (--max-running-requests) must be 1 to 65536, got {self.max_running_req}",
+            self.device in (AUTO, "cpu", "cuda") or str(self.device).startswith("cuda:"),
+            f"device (--device) must be auto, cpu or cuda, got {shown(self.device)}",
         )
-        _require(
-            1 <= self.page_size <= 4096,
-            f"page_size (--page-size) must be 1 to 4096, got {self.page_size}",
+        _check_word("attention_backend", "--attention-backend", self.attention_backend)
+        _check_word("moe_backend", "--moe-backend", self.moe_backend)
+        _check_int("page_size", "--page-size", self.page_size, 1, MAX_PAGE_SIZE)
+        _check_int(
+            "max_running_req", "--max-running-requests", self.max_running_req, 1, MAX_RUNNING_REQ
         )
-        _require(
-            0.0 < self.memory_ratio <= 1.0,
-            f"memory_ratio (--memory-ratio) must be above 0 and at most 1, got {self.memory_ratio}",
-        )
-        _require(
-            self.cpu_kv_cache_bytes > 0,
-            f"cpu_kv_cache_bytes must be positive, got {self.cpu_kv_cache_bytes}",
-        )
-        _require(
-            self.max_seq_len_override is None or self.max_seq_len_override >= 2,
-            f"max_seq_len_override (--max-seq-len-override) must be at least 2, "
-            f"got {self.max_seq_len_override}",
-        )
-        _require(
-            self.num_page_override is None or self.num_page_override >= 1,
-            f"num_page_override (--num-pages) must be at least 1, got {self.num_page_override}",
-        )
-        _require(
-            self.num_threads >= 0, f"num_threads (--threads) must be 0 or more: {self.num_threads}"
-        )
+        _check_int("num_threads", "--threads", self.num_threads, 0, MAX_THREADS)
+        self._check_memory()
+        self._check_graphs()
+
+    def _check_memory(self) -> None:
+        _check_float("memory_ratio", "--memory-ratio", self.memory_ratio, 1.0)
+        _check_int("cpu_kv_cache_bytes", "--kv-memory", self.cpu_kv_cache_bytes, 1, 2**63 - 1)
+        if self.num_page_override is not None:
+            most = MAX_TOKENS_OF_A_POOL // self.page_size - 1  # one more is the dummy page
+            _check_int("num_page_override", "--num-pages", self.num_page_override, 1, most)
+        if self.max_seq_len_override is not None:
+            _check_int(
+                "max_seq_len_override",
+                "--max-seq-len-override",
+                self.max_seq_len_override,
+                2,
+                MAX_TOKENS_OF_A_POOL,
+            )
+
+    def _check_graphs(self) -> None:
+        flag = "--cuda-graph-max-bs"
+        if self.cuda_graph_max_bs is not None:
+            _check_int("cuda_graph_max_bs", flag, self.cuda_graph_max_bs, 0, MAX_GRAPH_BATCH_SIZE)
+        for size in self.cuda_graph_bs or ():
+            _check_int("cuda_graph_bs", flag, size, 1, MAX_GRAPH_BATCH_SIZE)
+        _check_float("distributed_timeout", "--timeout", self.distributed_timeout, 86400.0)
+        _check_int("distributed_port", "--distributed-port", self.distributed_port, 0, 65535)
+        if self.random_seed is not None:
+            _check_int("random_seed", "--random-seed", self.random_seed, 0, MAX_SEED)
 
 
 @dataclass(frozen=True)
@@ -114,14 +158,16 @@ class SchedulerConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(
-            self.max_extend_tokens >= 1,
-            f"max_extend_tokens (--max-prefill-length) must be at least 1, "
-            f"got {self.max_extend_tokens}",
+        _check_int(
+            "max_extend_tokens",
+            "--max-prefill-length",
+            self.max_extend_tokens,
+            1,
+            MAX_TOKENS_OF_A_POOL,
         )
         _require(
             self.cache_type in ("radix", "naive"),
-            f"cache_type (--cache-type) must be radix or naive, got {self.cache_type!r}",
+            f"cache_type (--cache-type) must be radix or naive, got {shown(self.cache_type)}",
         )
 
 
@@ -137,11 +183,7 @@ class ServerArgs(SchedulerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(
-            0 <= self.server_port <= 65535,
-            f"server_port (--port) must be 0 to 65535, got {self.server_port}",
-        )
-        _require(
-            1 <= self.num_tokenizer <= 64,
-            f"num_tokenizer (--num-tokenizer) must be 1 to 64, got {self.num_tokenizer}",
+        _check_int("server_port", "--port", self.server_port, 0, 65535)
+        _check_int(
+            "num_tokenizer", "--num-tokenizer", self.num_tokenizer, 1, MAX_TOKENIZER_PROCESSES
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -36,8 +36,8 @@ __all__ = [
 class Req:
     """One running request, from the moment it holds a table row until it is freed.
 
-    input_ids: CPU int32, the prompt and what was generated so far; the last one is not computed yet.
-    output_len: the most tokens it may generate. cache_handle: its locked prefix, None by hand.
+    input_ids: CPU int32, the prompt and what was generated so far; the last one is not computed
+    yet. output_len: the most tokens it may generate. cache_handle: its locked prefix, None by hand.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Req:
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """All tokens known on the host, CPU int32, a view that stays valid until the next append."""
+        """All tokens known on the host, CPU int32: a view, valid until the next append."""
         return self._ids[: self._num_ids]
 
     @input_ids.setter
@@ -120,8 +120,8 @@ class Req:
 class Batch:
     """The requests of one forward. Everything but `reqs` and `phase` is filled in before it runs.
 
-    positions, input_ids, out_loc: int tensors `(tokens,)` over the padded requests; `out_loc` is where
-    each token's K and V go. `padded_reqs` may end in dummy requests.
+    positions, input_ids, out_loc: int tensors `(tokens,)` over the padded requests; `out_loc` is
+    where each token's K and V go. `padded_reqs` may end in dummy requests.
     """
 
     input_ids: torch.Tensor
@@ -187,7 +187,7 @@ class Context:
 
 
 _running_ctx: ContextVar[Context | None] = ContextVar("minisgl_running_ctx", default=None)
-_last_set: list[Any] = []
+_last_set: list[Context] = []
 
 
 def set_global_ctx(ctx: Context) -> None:
@@ -204,6 +204,7 @@ def get_global_ctx() -> Context:
     return _last_set[0]
 
 
-def reset_global_ctx() -> None:
-    """Forget the context that was set."""
-    _last_set.clear()
+def reset_global_ctx(ctx: Context | None = None) -> None:
+    """Forget the context that was set; given one, only if it is that one."""
+    if ctx is None or ctx in _last_set:
+        _last_set.clear()

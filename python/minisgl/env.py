@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -71,13 +71,15 @@ class EnvVars:
         self.SHELL_TEMPERATURE = EnvVar("SHELL_TEMPERATURE", 0.6, float, "temperature of the shell")
         self.SHELL_TOP_K = EnvVar("SHELL_TOP_K", -1, int, "top-k of the shell, -1 for all")
         self.SHELL_TOP_P = EnvVar("SHELL_TOP_P", 1.0, float, "top-p of the shell")
-        self.LOG_LEVEL = EnvVar("LOG_LEVEL", "INFO", _parse_log_level, "DEBUG, INFO, WARNING, ERROR")
+        self.LOG_LEVEL = EnvVar(
+            "LOG_LEVEL", "INFO", _parse_log_level, "DEBUG, INFO, WARNING, ERROR"
+        )
         self.CACHE_DIR = EnvVar("CACHE_DIR", "", str, "where fetched models are kept")
         self.NUM_THREADS = EnvVar("NUM_THREADS", 0, _parse_count, "CPU threads, 0 for automatic")
         for var in self.all():
             var.read()
 
-    def all(self) -> list[EnvVar]:
+    def all(self) -> list[EnvVar[Any]]:
         """Every variable, in the order of definition."""
         return [value for value in vars(self).values() if isinstance(value, EnvVar)]
 

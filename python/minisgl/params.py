@@ -1,11 +1,11 @@
-"""What a request may ask for, and how it may end. Free of torch.
+"""What a request may ask for, and how it may end. Free of torch; may import `utils`.
 
-Errors live in `minisgl.utils.errors` and are re-exported here, where the layers above look for them.
+Errors live in `minisgl.utils.errors` and are re-exported here, where the layers above find them.
+Invariant: what `SamplingParams.validate` lets pass has a meaning, and travels in a message.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,6 +34,7 @@ __all__ = [
     "SamplingParams",
     "TokenizerError",
     "UnsupportedModelError",
+    "shown",
 ]
 
 MAX_SEED = 2**63 - 1
@@ -100,7 +101,9 @@ class SamplingParams:
         self._check_float("temperature", self.temperature, 0.0, 100.0)
         self._check_float("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
-            raise InvalidRequestError("top_p must be above 0; for greedy use temperature=0", "top_p")
+            raise InvalidRequestError(
+                "top_p must be above 0; for greedy use temperature=0", "top_p"
+            )
         self._check_float("min_p", self.min_p, 0.0, 1.0)
         self._check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         self._check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -112,14 +115,12 @@ class SamplingParams:
         self._check_stops(vocab_size)
 
     def _check_stops(self, vocab_size: int | None) -> None:
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        self._check_list("stop", self.stop, MAX_STOP_STRINGS)
+        if not all(isinstance(text, str) and text for text in self.stop):
             raise InvalidRequestError("stop must be a list of non-empty strings", "stop")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(f"stop takes at most {MAX_STOP_STRINGS} strings", "stop")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequestError(
-                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids"
-            )
+        self._check_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequestError(
                 f"logit_bias takes at most {MAX_LOGIT_BIAS} entries", "logit_bias"
@@ -132,15 +133,33 @@ class SamplingParams:
             self._check_float("logit_bias", bias, -100.0, 100.0)
 
     @staticmethod
+    def _check_list(name: str, value: object, longest: int) -> None:
+        if not isinstance(value, (list, tuple)):
+            raise InvalidRequestError(f"{name} must be a list, got {shown(value)}", name)
+        if len(value) > longest:
+            raise InvalidRequestError(f"{name} takes at most {longest} entries", name)
+
+    @staticmethod
     def _check_int(name: str, value: object, low: int, high: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequestError(f"{name} must be a whole number, got {value!r}", name)
+            raise InvalidRequestError(f"{name} must be a whole number, got {shown(value)}", name)
         if not low <= value <= high:
-            raise InvalidRequestError(f"{name} must be in {low} to {high}, got {value}", name)
+            raise InvalidRequestError(
+                f"{name} must be in {low} to {high}, got {shown(value)}", name
+            )
 
     @staticmethod
     def _check_float(name: str, value: object, low: float, high: float) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise InvalidRequestError(f"{name} must be a number, got {value!r}", name)
-        if not (math.isfinite(value) and low <= value <= high):
-            raise InvalidRequestError(f"{name} must be in {low} to {high}, got {value}", name)
+            raise InvalidRequestError(f"{name} must be a number, got {shown(value)}", name)
+        if not low <= value <= high:  # false for NaN as well
+            raise InvalidRequestError(
+                f"{name} must be in {low} to {high}, got {shown(value)}", name
+            )
+
+
+def shown(value: object) -> str:
+    """A value for an error message, short; Python refuses to print a number of 5,000 digits."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"
+    return repr(value)[:80]

@@ -29,14 +29,14 @@ class ExitMsg(BaseBackendMsg):
 class UserMsg(BaseBackendMsg):
     """A tokenized request.
 
-    input_ids: tensor, array or list in; CPU int32 tensor out. `salt` separates prefix caches; `group`
-    ties the answers of one prompt; a larger `priority` is served earlier by policies that look at
-    it; `deadline` is in seconds since the epoch.
+    input_ids: tensor, array or list in; CPU int32 tensor out. `salt` separates prefix caches;
+    `group` ties the answers of one prompt; a larger `priority` is served earlier by policies
+    that look at it; `deadline` is in seconds since the epoch.
     """
 
     uid: int
     input_ids: TokenIds = TokenIds()  # noqa: RUF009 - a descriptor, not a default
-    sampling_params: SamplingParams
+    sampling_params: SamplingParams  # type: ignore[misc]
     group: int | None = None
     salt: str = ""
     priority: int = 0

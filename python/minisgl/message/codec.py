@@ -1,17 +1,21 @@
-"""The codec: messages to plain dicts and msgpack bytes, and back, by an explicit table of classes.
+"""Messages to plain dicts and msgpack bytes, and back, by an explicit table of classes.
 
-`msg.encoder()` gives a dict tagged `__type__`; `decoder(dict)` of the family's base class inverts it.
-Token ids travel as the bytes of an int32 array, tagged "Tensor". What does not decode, for whatever
-reason, is a `MessageError`.
+`msg.encoder()` gives a dict tagged `__type__`; `decoder(dict)` of the family's base class inverts
+it. Token ids travel as the bytes of an int32 array, tagged "Tensor". Decoding follows the declared
+type of each field, never the tags that the data claims. Invariant: what does not decode, for
+whatever reason, is a `MessageError`. May import `params`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from enum import Enum
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from minisgl.params import MessageError, SamplingParams
 
@@ -19,7 +23,11 @@ if TYPE_CHECKING:
     import torch
 
 TYPE_TAG = "__type__"
+TENSOR_TAG = "Tensor"
 MAX_NESTING = 64
+
+IdArray = npt.NDArray[np.int32]
+Self = TypeVar("Self", bound="Message")
 
 
 class TokenIds:
@@ -42,20 +50,22 @@ class TokenIds:
         obj.__dict__[self._slot] = token_array(value)
 
 
-def token_array(value: Any) -> np.ndarray:
-    """A flat, contiguous, writable int32 array of the given ids; `MessageError` if they are not ids."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
-    array = np.asarray(value)
+def token_array(value: Any) -> IdArray:
+    """A flat, contiguous, writable int32 array of ids; `MessageError` if `value` is none."""
+    try:
+        array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise MessageError(f"token ids must be a flat list of integers: {error}") from error
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise MessageError(f"token ids must be a flat list of integers, got {array.dtype} {array.shape}")
+        shape = "x".join(map(str, array.shape)) or "single"
+        raise MessageError(f"token ids must be a flat list of integers, got {shape} {array.dtype}")
     if array.size and (array.min() < -(2**31) or array.max() >= 2**31):
         raise MessageError("token ids must fit in 32 bits")
     return np.require(array, dtype=np.int32, requirements=["C", "W"])
 
 
 class Message:
-    """Base of all messages. A subclass is a dataclass; each family keeps its own table."""
+    """Base of all messages. A subclass is a dataclass; each family keeps its own table of them."""
 
     _table: ClassVar[dict[str, type[Message]]]
 
@@ -70,29 +80,36 @@ class Message:
         return _encode_fields(self)
 
     @classmethod
-    def decoder(cls, data: Any) -> Any:
-        """The message that `data` encodes; `MessageError` if it is not one of this family."""
-        return _decode(data, cls._table, 0)
+    def decoder(cls: type[Self], data: Any) -> Self:
+        """The message that `data` encodes; `MessageError` if it is not one of this class."""
+        return _decode_message(data, cls, 0)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.encoder() == other.encoder()  # type: ignore[attr-defined]
+        return (
+            isinstance(other, Message)
+            and type(self) is type(other)
+            and self.encoder() == other.encoder()
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def _encode_fields(obj: Any) -> dict[str, Any]:
-    out: dict[str, Any] = {TYPE_TAG: type(obj).__name__}
-    for field in dataclasses.fields(obj):
-        raw = obj.__dict__.get(f"_{field.name}")
-        out[field.name] = _encode(raw if isinstance(raw, np.ndarray) else getattr(obj, field.name))
+    cls: Any = type(obj)
+    out: dict[str, Any] = {TYPE_TAG: cls.__name__}
+    for name, hint in _field_types(cls).items():
+        # Ids are encoded from the stored array: no tensor is made, so torch is not loaded.
+        out[name] = _encode(obj.__dict__[f"_{name}"] if hint is TokenIds else getattr(obj, name))
     return out
 
 
 def _encode(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return {TYPE_TAG: "Tensor", "dtype": "int32", "buffer": value.tobytes()}
-    if dataclasses.is_dataclass(value):
+        return {TYPE_TAG: TENSOR_TAG, "dtype": "int32", "buffer": value.tobytes()}
+    if isinstance(value, (Message, SamplingParams)):
         return _encode_fields(value)
+    if isinstance(value, Enum):
+        return value.value
     if isinstance(value, (list, tuple)):
         return [_encode(item) for item in value]
     if isinstance(value, dict):
@@ -100,56 +117,75 @@ def _encode(value: Any) -> Any:
     return value
 
 
-def _decode(value: Any, table: dict[str, type[Message]], depth: int) -> Any:
+@cache
+def _field_types(cls: Any) -> dict[str, Any]:
+    """The declared type of each field of a message class, in order."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _is_message(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Message)
+
+
+def _decode_message(value: Any, family: type[Self], depth: int) -> Self:
     if depth > MAX_NESTING:
         raise MessageError("message nested too deeply")
-    if not isinstance(value, dict) or not isinstance(value.get(TYPE_TAG), str):
-        raise MessageError(f"not a message: {type(value).__name__} without {TYPE_TAG}")
-    name = value[TYPE_TAG]
-    cls: Any = SamplingParams if name == "SamplingParams" else table.get(name)
-    if cls is None:
-        raise MessageError(f"unknown message type {name!r}")
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    unknown = sorted(set(map(str, value)) - set(known) - {TYPE_TAG})
-    if unknown:
-        raise MessageError(f"{name} has no field {', '.join(unknown)}")
-    hints = get_type_hints(cls)
-    kwargs = {}
+    tag = value.get(TYPE_TAG) if isinstance(value, dict) else None
+    cls = family._table.get(tag) if isinstance(tag, str) else None
+    if cls is None or not issubclass(cls, family):
+        raise MessageError(f"not a {family.__name__}: {_short(value if tag is None else tag)}")
+    message: Self = _decode_fields(value, cls, depth)
+    return message
+
+
+def _decode_fields(value: dict[Any, Any], cls: Any, depth: int) -> Any:
+    types = _field_types(cls)
+    fields = {}
     for key, item in value.items():
-        if key != TYPE_TAG:
-            kwargs[key] = _decode_field(f"{name}.{key}", item, hints[key], table, depth)
+        if key == TYPE_TAG:
+            continue
+        if key not in types:
+            raise MessageError(f"{cls.__name__} has no field {_short(key)}")
+        fields[key] = _decode_as(types[key], item, f"{cls.__name__}.{key}", depth)
     try:
-        return cls(**kwargs)
+        return cls(**fields)
     except TypeError as error:
-        raise MessageError(f"{name} is incomplete: {error}") from error
+        raise MessageError(f"{cls.__name__} is incomplete: {error}") from error
 
 
-def _decode_field(label: str, item: Any, hint: Any, table: dict, depth: int) -> Any:
-    if isinstance(item, dict) and item.get(TYPE_TAG) == "Tensor":
-        buffer = item.get("buffer")
-        if item.get("dtype") != "int32" or not isinstance(buffer, bytes) or len(buffer) % 4:
-            raise MessageError(f"{label} is not an int32 tensor")
-        return np.frombuffer(bytearray(buffer), dtype=np.int32)
+def _decode_as(hint: Any, item: Any, label: str, depth: int) -> Any:
+    """The value of type `hint` that `item` encodes; `label` names it in errors."""
     if hint is TokenIds:
-        raise MessageError(f"{label} must be a tensor")
-    if isinstance(item, dict) and TYPE_TAG in item:
-        item = _decode(item, table, depth + 1)
-    elif isinstance(item, list) and any(isinstance(x, dict) and TYPE_TAG in x for x in item):
-        item = [_decode(x, table, depth + 1) for x in item]
-    if dataclasses.is_dataclass(hint) or "Msg" in str(hint) or "Reply" in str(hint):
-        return _check_message(label, item, hint)
+        return _decode_ids(item, label)
+    if _is_message(hint):
+        return _decode_message(item, hint, depth + 1)
+    if hint is SamplingParams:
+        if not isinstance(item, dict) or item.get(TYPE_TAG) != SamplingParams.__name__:
+            raise MessageError(f"{label} is not SamplingParams: {_short(item)}")
+        return _decode_fields(item, SamplingParams, depth)
+    if get_origin(hint) is list and _is_message(get_args(hint)[0]):
+        if not isinstance(item, list):
+            raise MessageError(f"{label} is not a list: {_short(item)}")
+        return [_decode_message(entry, get_args(hint)[0], depth + 1) for entry in item]
     try:
         return msgspec.convert(item, hint)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, TypeError, OverflowError, RecursionError) as error:
         raise MessageError(f"{label}: {error}") from error
 
 
-def _check_message(label: str, item: Any, hint: Any) -> Any:
-    items = item if isinstance(item, list) else [item]
-    wanted = Message if isinstance(item, list) else hint
-    if not all(isinstance(x, wanted) for x in items):
-        raise MessageError(f"{label} holds something else than {hint}")
-    return item
+def _decode_ids(item: Any, label: str) -> IdArray:
+    if not isinstance(item, dict) or item.get(TYPE_TAG) != TENSOR_TAG:
+        raise MessageError(f"{label} must be a tensor, got {_short(item)}")
+    buffer = item.get("buffer")
+    if item.get("dtype") != "int32" or not isinstance(buffer, bytes) or len(buffer) % 4:
+        raise MessageError(f"{label} is not an int32 tensor")
+    return np.frombuffer(bytearray(buffer), dtype=np.int32)
+
+
+def _short(value: Any) -> str:
+    """A value for an error message, cut to one short line."""
+    return repr(value)[:80] if isinstance(value, (str, int, float)) else type(value).__name__
 
 
 def pack(message: dict[str, Any]) -> bytes:

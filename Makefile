@@ -1,0 +1,96 @@
+# Everything a fresh Linux machine with Python 3.10+ needs: `make demo` and `make test` set themselves
+# up in .venv (pip only) and are instant the second time. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# Where torch comes from, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cpu for the small CPU build.
+# Empty: wherever pip is set up to look.
+TORCH_INDEX ?=
+PYTEST_ARGS ?=
+SECONDS     ?= 60
+
+BIN     := $(VENV)/bin
+PY      := $(BIN)/python
+PIP     := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
+CORE    := $(VENV)/.stamp-core
+TEST    := $(VENV)/.stamp-test
+DEV     := $(VENV)/.stamp-dev
+NATIVE  := $(wildcard CMakeLists.txt csrc/*.* csrc/*/*.*)  # a change here builds again
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo chat test test-all check format fuzz bench model install clean
+
+help: ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH_INDEX=$(TORCH_INDEX)"
+	@echo "  The CPU build of torch alone: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+
+demo: $(CORE) ## ask the default model a question, and see the answer come
+	@$(PY) -m minisgl demo
+
+chat: $(CORE) ## talk to the default model
+	@$(PY) -m minisgl chat
+
+test: $(TEST) model ## all tests but the long ones (under 10 minutes on 2 cores)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-all: $(TEST) model ## all tests, the long ones too
+	$(PY) -m pytest -m "" --timeout 3600 $(PYTEST_ARGS)
+
+check: $(DEV) ## format, lint, types, layers, fast tests (under a minute)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PY) -m pytest -q tests/test_tidy.py tests/message tests/utils tests/kvcache tests/scheduler \
+	    $(wildcard tests/test_*.py) $(PYTEST_ARGS)
+
+format: $(DEV) ## rewrite the code in the one format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+fuzz: $(TEST) ## random steps of the simulated engine: make fuzz SECONDS=600
+	$(PY) -m tests.sim.fuzz --seconds $(SECONDS)
+
+bench: $(CORE) ## tokens per second of the default model, offline
+	$(PY) -m minisgl.benchmark.offline
+
+model: $(CORE) ## fetch the default model (98 MB) unless it is there
+	@$(PY) -c "from minisgl.utils.model_files import resolve_model as r; print('model:', r('default').path)"
+
+install: $(DEV) ## the environment for development
+
+clean: ## remove what was built, the environment too
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# --- set-up, one stamp per step -------------------------------------------------------------------
+
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "minisgl needs Python 3.10 or later: '$(PYTHON)' is missing or older." >&2; \
+	    echo "Name another one: make demo PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	    echo "'$(PYTHON)' cannot make virtual environments: its venv module is not complete." >&2; \
+	    echo "Debian, Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-torch: $(VENV)/.stamp-venv constraints.txt
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch numpy
+	@touch $@
+
+# One install each; the larger ones stand for the smaller.
+$(CORE): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
+	$(PIP) -e .
+	@touch $@
+
+$(TEST): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
+	$(PIP) -e '.[test]'
+	@touch $@ $(CORE)
+
+$(DEV): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
+	$(PIP) -e '.[dev]'
+	@touch $@ $(TEST) $(CORE)

@@ -1,0 +1,69 @@
+// Products of packed weights with quantised activations, and of plain float weights with floats.
+//
+// Every output element is one sum over groups (or columns) in one fixed order, whatever the number
+// of tokens, threads or the instruction set: results are equal to the bit. Work is split over
+// panels of output rows and over tokens, never over columns.
+#pragma once
+
+#include <cstdint>
+
+#include "activations.h"
+#include "format.h"
+
+namespace minisgl {
+
+// One weight of a joint product: out[t * out_stride + row] for each token and row.
+struct PackedJob {
+  PackedView weight;
+  float* out;
+  int64_t out_stride;
+};
+
+// Multiplies the same activations by several weights in one parallel region.
+void matmul_packed(const Activations& x, const PackedJob* jobs, int num_jobs);
+
+// What a kernel works on: a range of panels times one tile of tokens.
+struct PanelTask {
+  const uint8_t* weight;  // first panel of the range
+  int64_t panel_bytes;
+  int64_t groups;
+  int64_t panels;
+  int64_t rows;  // valid output rows in the range: panels * 16, or less at the very end
+  ActivationTile x;
+  float* out;  // of the first token of the tile and the first row of the range
+  int64_t out_stride;
+};
+
+using PanelFn = void (*)(const PanelTask& task);
+
+enum class FloatKind : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+constexpr int kNumFloatKinds = 3;
+
+// y[t][n] = sum over k of x[t][k] * w[n][k], for a block of rows n and tokens t.
+struct FloatTask {
+  const void* weight;
+  int64_t weight_stride;  // elements
+  const float* x;
+  int64_t x_stride;
+  float* out;
+  int64_t out_stride;
+  int64_t rows, tokens, columns;
+};
+
+using FloatFn = void (*)(const FloatTask& task);
+
+void matmul_float(FloatKind kind, const FloatTask& whole);
+
+// The kernels of one instruction set.
+struct MatmulKernels {
+  PanelFn packed[kNumFormats];
+  FloatFn floats[kNumFloatKinds];
+};
+
+const MatmulKernels& matmul_kernels_portable();
+const MatmulKernels& matmul_kernels_neon();
+const MatmulKernels& matmul_kernels_avx2();
+const MatmulKernels& matmul_kernels_avxvnni();
+const MatmulKernels& matmul_kernels_avx512();
+
+}  // namespace minisgl

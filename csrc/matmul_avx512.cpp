@@ -1,0 +1,107 @@
+// AVX-512 with VNNI: a register holds 16 rows by 4 columns, one instruction multiplies it by 4
+// broadcast activations.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "matmul_body.h"
+#include "matmul_float_body.h"
+
+namespace minisgl {
+namespace {
+
+struct Avx512 {
+  static constexpr int kLanes = 16;
+  static constexpr int kUnitsFew = 1;   // panels at once for one or two tokens
+  static constexpr int kUnitsMany = 2;  // and for more
+  static constexpr int kTokens = 4;     // tokens in flight
+  template <int kBits>
+  static constexpr bool kNeedsCorrection = true;
+  using Int = __m512i;
+  using Float = __m512;
+
+  static MINISGL_INLINE Int load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static MINISGL_INLINE Int zero() { return _mm512_setzero_si512(); }
+  static MINISGL_INLINE Int broadcast(const int32_t* p) { return _mm512_set1_epi32(*p); }
+  static MINISGL_INLINE Int prepare8(Int codes) { return codes; }
+  static MINISGL_INLINE Int low_nibbles(Int a) {
+    return _mm512_and_si512(a, _mm512_set1_epi8(15));
+  }
+  static MINISGL_INLINE Int high_nibbles(Int a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
+
+  // a | (b shifted left by kShift & kMask), byte by byte.
+  template <int kShift, int kMask>
+  static MINISGL_INLINE Int or_bits(Int a, Int b) {
+    if constexpr (kShift > 0) b = _mm512_slli_epi16(b, kShift);
+    if constexpr (kShift < 0) b = _mm512_srli_epi16(b, -kShift);
+    return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi8(kMask), 0xf8);
+  }
+
+  static MINISGL_INLINE Float load_half(const uint8_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static MINISGL_INLINE Float broadcast(const float* p) { return _mm512_set1_ps(*p); }
+  static MINISGL_INLINE Float zero_float() { return _mm512_setzero_ps(); }
+  static MINISGL_INLINE Float load_float(const float* p) { return _mm512_loadu_ps(p); }
+  static MINISGL_INLINE void store(float* p, Float a) { _mm512_storeu_ps(p, a); }
+  static MINISGL_INLINE Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
+  static MINISGL_INLINE Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static MINISGL_INLINE Float to_float(Int a) { return _mm512_cvtepi32_ps(a); }
+  static MINISGL_INLINE void prefetch(const uint8_t* p) { (void)p; }
+
+  template <int kBits, int kCount, int P, int U, class B>
+  static MINISGL_INLINE void dot(const B (&block)[P], int first, const int8_t* x,
+                                 Int (&sum)[P][U]) {
+#pragma GCC unroll 8
+    for (int v = first; v < first + kCount; ++v) {
+#pragma GCC unroll 8
+      for (int u = 0; u < U; ++u) {
+        int32_t four;
+        __builtin_memcpy(&four, x + u * kGroup + v * 4, 4);
+        const Int columns = _mm512_set1_epi32(four);
+        for (int p = 0; p < P; ++p) {
+          sum[p][u] = _mm512_dpbusd_epi32(sum[p][u], block[p].code[v], columns);
+        }
+      }
+    }
+  }
+};
+
+struct FloatAvx512 {
+  static constexpr int kRows = 4, kTokens = 6;
+  using Vec = __m512;
+
+  static MINISGL_INLINE Vec zero() { return _mm512_setzero_ps(); }
+  static MINISGL_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static MINISGL_INLINE Vec load_bfloat16(const uint16_t* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  static MINISGL_INLINE Vec load_float16(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static MINISGL_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+
+  // Lane i with i + 8, then i + 4, i + 2, i + 1.
+  static MINISGL_INLINE float sum(Vec a) {
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+};
+
+}  // namespace
+
+const MatmulKernels& matmul_kernels_avx512() {
+  static const MatmulKernels kernels = [] {
+    MatmulKernels k{};
+    fill_packed<Avx512>(&k);
+    fill_float<FloatAvx512>(&k);
+    return k;
+  }();
+  return kernels;
+}
+
+}  // namespace minisgl
+#endif

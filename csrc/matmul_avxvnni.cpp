@@ -1,0 +1,17 @@
+#if defined(__x86_64__)
+#include "matmul_avx2_body.h"
+
+namespace minisgl {
+
+const MatmulKernels& matmul_kernels_avxvnni() {
+  static const MatmulKernels kernels = [] {
+    MatmulKernels k{};
+    fill_packed<Avx2<true>>(&k);
+    fill_float<FloatAvx2>(&k);
+    return k;
+  }();
+  return kernels;
+}
+
+}  // namespace minisgl
+#endif

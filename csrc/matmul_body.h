@@ -1,0 +1,248 @@
+// The packed product, written once over a small vector class V; each matmul_<isa>.cpp supplies its
+// V and includes this file. Everything is in an unnamed namespace: code compiled for one
+// instruction set must never be merged by the linker with that of another.
+//
+// V works on `lanes` rows (16, 8 or 4), a sub-block. A kernel takes P sub-blocks at once, unpacks
+// their 8 vectors of codes per group into registers, and multiplies them by U tokens at a time.
+#pragma once
+
+#include "matmul.h"
+
+namespace minisgl {
+namespace {
+
+#define MINISGL_INLINE inline __attribute__((always_inline))
+
+constexpr int kVectors = 8;  // of 4 columns, in a group
+
+template <Format kFormat>
+struct Traits {
+  static constexpr FormatInfo kInfo = info(kFormat);
+  static constexpr int kBits = kInfo.bits;
+  static constexpr int kParts = kInfo.num_scales;  // sums per group: one per scale
+  static constexpr bool kHasMin = kInfo.has_min;
+  static constexpr int kCorrection = kBits == 4   ? kTimes8
+                                     : kBits == 5 ? kTimes16
+                                     : kBits == 6 ? kTimes32Low
+                                                  : kTimes128;
+};
+
+// Codes and scales of one group of one sub-block, in registers.
+template <class V, class T>
+struct Block {
+  typename V::Int code[kVectors];
+  typename V::Float scale[T::kParts];
+  typename V::Float minimum;
+};
+
+// The fifth bit: bit v of each byte of `high` becomes bit 4 of vector v.
+template <class V, int kV = 0>
+MINISGL_INLINE void add_fifth_bit(typename V::Int high, typename V::Int* code) {
+  if constexpr (kV < kVectors) {
+    code[kV] = V::template or_bits<4 - kV, 0x10>(code[kV], high);
+    add_fifth_bit<V, kV + 1>(high, code);
+  }
+}
+
+// Bits 5 and 6: two bits per vector and byte, four vectors per line.
+template <class V, int kV = 0>
+MINISGL_INLINE void add_two_bits(typename V::Int high, typename V::Int* code) {
+  if constexpr (kV < 4) {
+    code[kV] = V::template or_bits<4 - 2 * kV, 0x30>(code[kV], high);
+    add_two_bits<V, kV + 1>(high, code);
+  }
+}
+
+template <class V, class T>
+MINISGL_INLINE void unpack(const uint8_t* block, int sub, Block<V, T>* out) {
+  const uint8_t* codes = block + sub * V::kLanes * 4;
+  if constexpr (T::kBits == 8) {
+    for (int v = 0; v < kVectors; ++v) out->code[v] = V::prepare8(V::load(codes + v * kLine));
+  } else {
+    for (int v = 0; v < 4; ++v) {
+      const typename V::Int pair = V::load(codes + v * kLine);
+      out->code[v] = V::low_nibbles(pair);
+      out->code[v + 4] = V::high_nibbles(pair);
+    }
+    if constexpr (T::kBits == 5) add_fifth_bit<V>(V::load(codes + 4 * kLine), out->code);
+    if constexpr (T::kBits == 6) {
+      add_two_bits<V>(V::load(codes + 4 * kLine), out->code);
+      add_two_bits<V>(V::load(codes + 5 * kLine), out->code + 4);
+    }
+  }
+  const uint8_t* scales = block + T::kInfo.code_bytes() + sub * V::kLanes * 2;
+  for (int i = 0; i < T::kParts; ++i) out->scale[i] = V::load_half(scales + i * kPanelRows * 2);
+  if constexpr (T::kHasMin) out->minimum = V::load_half(scales + kPanelRows * 2);
+}
+
+// acc[p][u] += this group's share, for tokens at `index` .. index + U - 1 of the tile's arrays.
+// The order of the float operations here is the definition of the result.
+template <class V, class T, int P, int U>
+MINISGL_INLINE void accumulate(const Block<V, T> (&block)[P], const ActivationTile& x,
+                               int64_t index, typename V::Float (&acc)[P][U]) {
+  constexpr int kStep = kVectors / T::kParts;
+  for (int part = 0; part < T::kParts; ++part) {
+    typename V::Int sum[P][U];
+    for (int u = 0; u < U; ++u) {
+      typename V::Int start = V::zero();
+      if constexpr (!T::kHasMin && V::template kNeedsCorrection<T::kBits>) {
+        start = V::broadcast(x.correction[T::kCorrection + part] + index + u);
+      }
+      for (int p = 0; p < P; ++p) sum[p][u] = start;
+    }
+    V::template dot<T::kBits, kStep, P, U>(block, part * kStep, x.codes + index * kGroup, sum);
+    for (int u = 0; u < U; ++u) {
+      const typename V::Float scale = V::broadcast(x.scale + index + u);
+      for (int p = 0; p < P; ++p) {
+        const typename V::Float factor = V::mul(block[p].scale[part], scale);
+        acc[p][u] = V::fma(V::to_float(sum[p][u]), factor, acc[p][u]);
+      }
+    }
+  }
+  if constexpr (T::kHasMin) {
+    for (int u = 0; u < U; ++u) {
+      const typename V::Float total = V::broadcast(x.scaled_sum + index + u);
+      for (int p = 0; p < P; ++p) acc[p][u] = V::fma(block[p].minimum, total, acc[p][u]);
+    }
+  }
+}
+
+#ifndef PF
+#define PF 2048
+#endif
+template <class T>
+MINISGL_INLINE void prefetch_block(const uint8_t* block) {
+  for (int i = 0; i < T::kInfo.block_bytes(); i += kLine) __builtin_prefetch(block + PF + i, 0, 3);
+}
+
+// Where the sub-blocks of a pass lie.
+template <class V, int P>
+struct Units {
+  static constexpr int kSubs = kPanelRows / V::kLanes;
+  const uint8_t* panel[P];
+  int sub[P];
+  int64_t row[P];
+
+  MINISGL_INLINE Units(const PanelTask& task, int64_t first) {
+    for (int p = 0; p < P; ++p) {
+      panel[p] = task.weight + (first + p) / kSubs * task.panel_bytes;
+      sub[p] = static_cast<int>((first + p) % kSubs);
+      row[p] = (first + p) * V::kLanes;
+    }
+  }
+};
+
+template <class V>
+MINISGL_INLINE void store_rows(const PanelTask& task, int64_t token, int64_t row,
+                               typename V::Float value) {
+  float* out = task.out + token * task.out_stride + row;
+  if (row + V::kLanes <= task.rows) {
+    V::store(out, value);
+  } else {
+    float buffer[V::kLanes];
+    V::store(buffer, value);
+    for (int64_t i = 0; row + i < task.rows; ++i) out[i] = buffer[i];
+  }
+}
+
+// Up to a handful of tokens: their sums stay in registers through all groups.
+template <class V, class T, int P, int U>
+void run_few(const PanelTask& task, int64_t first) {
+  const Units<V, P> units(task, first);
+  typename V::Float acc[P][U];
+  for (int p = 0; p < P; ++p) {
+    for (int u = 0; u < U; ++u) acc[p][u] = V::zero_float();
+  }
+  int64_t offset = 0;
+  for (int64_t g = 0; g < task.groups; ++g, offset += T::kInfo.block_bytes()) {
+    Block<V, T> block[P];
+    for (int p = 0; p < P; ++p) {
+      prefetch_block<T>(units.panel[p] + offset);
+      unpack<V, T>(units.panel[p] + offset, units.sub[p], &block[p]);
+    }
+    accumulate<V, T, P, U>(block, task.x, g * U, acc);
+  }
+  for (int p = 0; p < P; ++p) {
+    for (int u = 0; u < U; ++u) store_rows<V>(task, u, units.row[p], acc[p][u]);
+  }
+}
+
+// Tokens t .. t + U - 1 of a larger tile: their sums wait in `sums` between groups.
+template <class V, class T, int P, int U>
+MINISGL_INLINE void run_step(const Block<V, T> (&block)[P], const ActivationTile& x, int64_t base,
+                             int64_t t, float* sums) {
+  typename V::Float acc[P][U];
+  float* at = sums + t * P * V::kLanes;
+  for (int u = 0; u < U; ++u) {
+    for (int p = 0; p < P; ++p) acc[p][u] = V::load_float(at + (u * P + p) * V::kLanes);
+  }
+  accumulate<V, T, P, U>(block, x, base + t, acc);
+  for (int u = 0; u < U; ++u) {
+    for (int p = 0; p < P; ++p) V::store(at + (u * P + p) * V::kLanes, acc[p][u]);
+  }
+}
+
+// Many tokens: a block is unpacked once for all tokens of the tile.
+template <class V, class T, int P, int U>
+void run_many(const PanelTask& task, int64_t first) {
+  const Units<V, P> units(task, first);
+  const int64_t tokens = task.x.stride;
+  alignas(64) float sums[kTileTokens * P * V::kLanes];
+  for (int64_t i = 0; i < tokens * P; ++i) V::store(sums + i * V::kLanes, V::zero_float());
+  int64_t offset = 0;
+  for (int64_t g = 0; g < task.groups; ++g, offset += T::kInfo.block_bytes()) {
+    Block<V, T> block[P];
+    for (int p = 0; p < P; ++p) {
+      prefetch_block<T>(units.panel[p] + offset);
+      unpack<V, T>(units.panel[p] + offset, units.sub[p], &block[p]);
+    }
+    int64_t t = 0;
+    for (; t + U <= tokens; t += U) run_step<V, T, P, U>(block, task.x, g * tokens, t, sums);
+    for (; t < tokens; ++t) run_step<V, T, P, 1>(block, task.x, g * tokens, t, sums);
+  }
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int p = 0; p < P; ++p) {
+      store_rows<V>(task, t, units.row[p], V::load_float(sums + (t * P + p) * V::kLanes));
+    }
+  }
+}
+
+template <class V, class T, int P>
+void run_units(const PanelTask& task, int64_t first) {
+  switch (task.x.stride) {
+    case 1:
+      return run_few<V, T, P, 1>(task, first);
+    case 2:
+      return run_few<V, T, P, 2>(task, first);
+    default:
+      return run_many<V, T, P, V::kTokens>(task, first);
+  }
+}
+
+template <class V, Format kFormat>
+void run_panels(const PanelTask& task) {
+  using T = Traits<kFormat>;
+  const int64_t units = task.panels * Units<V, 1>::kSubs;
+  constexpr int kFew = V::kUnitsFew, kMany = V::kUnitsMany;
+  const bool few = task.x.stride <= 2;
+  int64_t i = 0;
+  if (few) {
+    for (; i + kFew <= units; i += kFew) run_units<V, T, kFew>(task, i);
+  } else {
+    for (; i + kMany <= units; i += kMany) run_units<V, T, kMany>(task, i);
+  }
+  for (; i < units; ++i) run_units<V, T, 1>(task, i);
+}
+
+template <class V>
+constexpr void fill_packed(MatmulKernels* kernels) {
+  kernels->packed[static_cast<int>(Format::kQ4)] = run_panels<V, Format::kQ4>;
+  kernels->packed[static_cast<int>(Format::kQ4m)] = run_panels<V, Format::kQ4m>;
+  kernels->packed[static_cast<int>(Format::kQ5)] = run_panels<V, Format::kQ5>;
+  kernels->packed[static_cast<int>(Format::kQ5m)] = run_panels<V, Format::kQ5m>;
+  kernels->packed[static_cast<int>(Format::kQ6)] = run_panels<V, Format::kQ6>;
+  kernels->packed[static_cast<int>(Format::kQ8)] = run_panels<V, Format::kQ8>;
+}
+
+}  // namespace
+}  // namespace minisgl

@@ -1,0 +1,45 @@
+"""Attention backends. "auto" and "torch" always exist; others register themselves under their name.
+
+May import layers 0 to 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from minisgl.core import Context
+from minisgl.utils import Registry
+
+from .base import BaseAttnBackend, BaseAttnMetadata
+from .torch_backend import TorchAttnBackend
+
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "BaseAttnBackend",
+    "BaseAttnMetadata",
+    "TorchAttnBackend",
+    "create_attention_backend",
+]
+
+ATTENTION_BACKENDS: Registry[Callable[[Context, torch.device], BaseAttnBackend]] = Registry(
+    "attention backend (--attention-backend)"
+)
+
+
+@ATTENTION_BACKENDS.register("torch")
+def _create_torch(ctx: Context, device: torch.device) -> BaseAttnBackend:
+    return TorchAttnBackend(ctx)
+
+
+@ATTENTION_BACKENDS.register("auto")
+def _create_best(ctx: Context, device: torch.device) -> BaseAttnBackend:
+    return TorchAttnBackend(ctx)
+
+
+def create_attention_backend(
+    name: str, ctx: Context, device: torch.device | str = "cpu"
+) -> BaseAttnBackend:
+    """The backend called `name` for the pool and page table of `ctx`; `ConfigError` lists the names."""
+    return ATTENTION_BACKENDS[name](ctx, torch.device(device))

@@ -1,0 +1,216 @@
+"""The engine: owns device, model, KV pool, page table, graphs and sampler. Batch in, tokens out.
+
+The page table has one row more than there may be running requests, and the pool one page more than
+there are to hand out: the last of each belongs to the dummy request that pads batches.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from minisgl.attention import create_attention_backend
+from minisgl.config import EngineConfig
+from minisgl.core import Batch, Context, Req, SamplingParams, reset_global_ctx, set_global_ctx
+from minisgl.distributed import destroy_distributed, init_distributed, set_tp_info
+from minisgl.env import ENV
+from minisgl.kvcache import create_kvcache_pool
+from minisgl.layers import set_rope_device
+from minisgl.models import create_model, init_dummy_weights, load_model_config, load_model_weights
+from minisgl.moe import create_moe_backend
+from minisgl.utils import align_ceil, init_logger, resolve_dtype, torch_dtype
+from minisgl.utils.model_files import resolve_model
+
+from .device import DeviceStream, NullEvent, count_threads, free_memory, resolve_device
+from .graph import GraphRunner, determine_cuda_graph_bs
+from .memory import MemoryReport, choose_num_pages
+from .sample import BatchSamplingArgs, Sampler
+
+logger = init_logger(__name__)
+
+DUMMY_UID = -1
+Progress = Callable[[int, int], None]
+
+
+class ForwardOutput(NamedTuple):
+    """The tokens of one step, int32 `(requests,)`; the host's copy is valid after the event."""
+
+    next_tokens_gpu: torch.Tensor
+    next_tokens_cpu: torch.Tensor
+    copy_done_event: NullEvent | torch.cuda.Event
+
+
+class Engine:
+    """Runs one model on one device.
+
+    Raises `ConfigError`, `ModelLoadError` or `UnsupportedModelError` before any work is accepted.
+    progress: called with (bytes done, bytes in all) while weights load.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        self.config = config
+        self.tp_info = config.tp_info
+        self.device = resolve_device(config.device, config.tp_info.rank)
+        self._stream = DeviceStream(self.device)
+        self._set_threads()
+        set_tp_info(config.tp_info.rank, config.tp_info.size)
+        init_distributed(
+            config.tp_info, self.device, config.distributed_port, config.distributed_timeout
+        )
+        set_rope_device(self.device)
+        free_before = free_memory(self.device)
+        self.model_path = resolve_model(config.model_path).path
+        self.model_config = load_model_config(self.model_path)
+        self.vocab_size = self.model_config.vocab_size
+        self.dtype = self._choose_dtype()
+        self._load_model(progress)
+        self._create_memory(free_before)
+        self.sampler = Sampler(self.device, self.vocab_size, self._shared_seed())
+        self._create_graphs()
+        logger.info("%s", self.memory_report)
+
+    def _set_threads(self) -> None:
+        num_threads = self.config.num_threads or ENV.NUM_THREADS.value or count_threads()
+        if self.device.type == "cpu" and torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
+        self.num_threads = num_threads
+
+    def _choose_dtype(self) -> torch.dtype:
+        """How weights and KV are stored: as asked, else the checkpoint's, float32 on a CPU."""
+        if self.device.type == "cpu":
+            return resolve_dtype(self.config.dtype, default=torch.float32)
+        checkpoint = resolve_dtype(self.model_config.dtype, default=torch.bfloat16)
+        return resolve_dtype(self.config.dtype, default=checkpoint)
+
+    def _load_model(self, progress: Progress | None) -> None:
+        with torch.device("meta"), torch_dtype(self.dtype):
+            self.model = create_model(self.model_config)
+        if self.config.use_dummy_weight:
+            init_dummy_weights(self.model, device=self.device, dtype=self.dtype)
+        else:
+            load_model_weights(
+                self.model,
+                self.model_path,
+                device=self.device,
+                dtype=self.dtype,
+                progress=progress,
+            )
+
+    def _create_memory(self, free_before: int) -> None:
+        config, model = self.config, self.model_config
+        page_size = config.page_size
+        pool_shape = dict(
+            num_kv_heads=model.num_kv_heads,
+            num_layers=model.num_layers,
+            head_dim=model.head_dim,
+            page_size=page_size,
+            dtype=self.dtype,
+        )
+        page_bytes = create_kvcache_pool(num_pages=1, device="meta", **pool_shape).page_bytes
+        free_now = free_memory(self.device)
+        self.num_pages = choose_num_pages(config, self.device, page_bytes, free_before, free_now)
+        self.kv_cache = create_kvcache_pool(
+            num_pages=self.num_pages + 1, device=self.device, **pool_shape
+        )
+        configured = config.max_seq_len_override or model.rotary_config.max_position
+        self.max_seq_len = min(configured, self.num_pages * page_size)
+        self.page_table = torch.zeros(
+            (config.max_running_req + 1, align_ceil(self.max_seq_len, page_size)),
+            dtype=torch.int32,
+            device=self.device,
+        )
+        self.ctx = Context(page_size)
+        self.ctx.kv_cache = self.kv_cache
+        self.ctx.page_table = self.page_table
+        self.ctx.attn_backend = create_attention_backend(
+            config.attention_backend, self.ctx, self.device
+        )
+        self.attn_backend = self.ctx.attn_backend
+        if model.is_moe:
+            self.ctx.moe_backend = create_moe_backend(config.moe_backend, self.device)
+        set_global_ctx(self.ctx)
+        self.memory_report = MemoryReport(
+            weight_bytes=self._weight_bytes(),
+            kv_bytes=page_bytes * (self.num_pages + 1),
+            table_bytes=2 * self.page_table.nbytes,
+            num_pages=self.num_pages,
+            page_size=page_size,
+            max_seq_len=self.max_seq_len,
+            free_bytes=free_now,
+        )
+
+    def _weight_bytes(self) -> int:
+        """Bytes of all weights; a tensor that two layers share counts once."""
+        return sum({id(w): w.nbytes for w in self.model.state_dict().values()}.values())
+
+    def _create_graphs(self) -> None:
+        config = self.config
+        self.dummy_req = Req(
+            input_ids=torch.zeros(1, dtype=torch.int32),
+            table_idx=config.max_running_req,
+            cached_len=0,
+            output_len=1,
+            uid=DUMMY_UID,
+            sampling_params=SamplingParams(),
+        )
+        self.page_table[self.dummy_req.table_idx].fill_(self.num_pages * config.page_size)
+        sizes = determine_cuda_graph_bs(
+            config.cuda_graph_bs,
+            config.cuda_graph_max_bs,
+            free_memory(self.device),
+            self.device,
+        )
+        self.graph_runner = GraphRunner(
+            self.model, self.ctx, self.device, sizes, self.dummy_req, self.vocab_size
+        )
+
+    def _shared_seed(self) -> int:
+        """A seed for unseeded draws that all ranks share."""
+        seed = self.config.random_seed
+        seed = secrets.randbits(63) if seed is None else seed
+        if self.tp_info.size > 1:
+            shared = torch.tensor([seed], dtype=torch.int64, device=self.device)
+            torch.distributed.broadcast(shared, src=0)
+            seed = int(shared.item())
+        return seed
+
+    def pad_batch(self, batch: Batch) -> None:
+        """Set `batch.padded_reqs`."""
+        self.graph_runner.pad_batch(batch)
+
+    def prepare(self, batch: Batch) -> BatchSamplingArgs:
+        """Take the attention metadata from the page table; returns the sampling arguments."""
+        self.attn_backend.prepare_metadata(batch)
+        return self.sampler.prepare(batch)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits float32 `(requests, vocab)` at the last position of each request."""
+        if self.graph_runner.can_replay(batch):
+            return self.graph_runner.replay(batch)
+        with self.ctx.forward_batch(batch):
+            return self.model.forward()[: batch.size]
+
+    @torch.inference_mode()
+    def sample(
+        self, batch: Batch, logits: torch.Tensor, args: BatchSamplingArgs
+    ) -> ForwardOutput:
+        """Choose a token per request and start its copy to the host; -1 marks unusable logits."""
+        tokens = self.sampler.sample(logits[: batch.size], args)
+        on_host = tokens.to("cpu", non_blocking=True)
+        return ForwardOutput(tokens, on_host, self._stream.record_event())
+
+    def launch_order(self) -> AbstractContextManager[None]:
+        """Inside, work is launched behind everything that was launched before."""
+        return self._stream.launch_order()
+
+    def shutdown(self) -> None:
+        """Let go of the model, the pool and the process group."""
+        self.graph_runner.destroy()
+        self.__dict__.pop("model", None)
+        reset_global_ctx(self.ctx)
+        destroy_distributed()

@@ -1,0 +1,215 @@
+"""`LLM`: a scheduler whose messages come from `generate` and whose replies go back to it.
+
+One generator, `stream`, feeds the streamed and the unstreamed answer. A call ends when the scheduler
+is idle and nothing is pending. Whatever happens inside a call, the object stays usable after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from minisgl.config import DistributedInfo, SchedulerConfig
+from minisgl.engine import Engine
+from minisgl.message import AbortBackendMsg, BaseBackendMsg, DetokenizeMsg, UserMsg
+from minisgl.params import (
+    ConfigError,
+    FinishReason,
+    InvalidRequestError,
+    MessageError,
+    SamplingParams,
+)
+from minisgl.scheduler import Scheduler
+from minisgl.tokenizer import load_tokenizer
+
+from .answer import Answer, StreamEvent
+
+Prompts = Sequence[str] | Sequence[Sequence[int]]
+
+
+class LLM(Scheduler):
+    """A model that answers in this process.
+
+    model_path: a Hugging Face folder, a GGUF file, a hub id, or "default". Further keyword arguments
+    are the fields of `SchedulerConfig`. progress: called with (bytes done, bytes in all) while
+    weights load. Raises `ConfigError` or `ModelLoadError`.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        dtype: Any = torch.bfloat16,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        **config_fields: Any,
+    ) -> None:
+        config = _make_config(model_path, dtype, config_fields)
+        engine = Engine(config, progress)
+        self.tokenizer = load_tokenizer(engine.model_path)
+        self._inbox: list[BaseBackendMsg] = []
+        self._answers: dict[int, Answer] = {}
+        self._events: deque[StreamEvent] = deque()
+        self._is_streaming = False
+        super().__init__(
+            config, engine, _OfflineIO(self), eos_token_ids=self.tokenizer.eos_token_ids
+        )
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Answer every prompt, in order: `{"text", "token_ids", "finish_reason"}`, EOS not included.
+
+        prompts: texts, or lists of token ids. sampling_params: one for all, or one for each. Raises
+        `InvalidRequestError` (a `ValueError`) before any work if one of them cannot run. An answer
+        that failed on the way has "finish_reason" "error" and the reason under "error".
+        """
+        events = self.stream(prompts, sampling_params)
+        answers = list(self._answers.values())
+        for _ in events:
+            pass
+        return [answer.result() for answer in answers]
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamEvent]:
+        """Like `generate`, piece by piece, as soon as a token makes whole characters.
+
+        The requests are checked at once; closing the iterator early ends what is left of them.
+        """
+        if self._is_streaming:
+            raise InvalidRequestError("this LLM is busy: finish or close the stream that it runs")
+        msgs = self._make_requests(prompts, sampling_params)
+        self.reset()
+        self._answers = {
+            msg.uid: Answer(msg.uid, self.tokenizer, msg.sampling_params.stop) for msg in msgs
+        }
+        self._inbox = list(msgs)
+        self._events.clear()
+        return self._run()
+
+    def chat_prompt(self, messages: list[dict[str, Any]], **template_args: Any) -> list[int]:
+        """Token ids of a conversation in the model's own format, ready for its next answer."""
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, **template_args
+        )
+
+    def _run(self) -> Iterator[StreamEvent]:
+        self._is_streaming = True
+        try:
+            for _ in self._turns():
+                while self._events:
+                    yield self._events.popleft()
+            self.run_when_idle()
+        finally:
+            self._is_streaming = False
+            self._inbox.clear()
+            if not self.is_idle:
+                self.reset()
+
+    def _turns(self) -> Iterator[None]:
+        """Turn the loop until nothing is pending, running or in flight."""
+        use_overlap, data = self.uses_overlap, None
+        while self._inbox or not self.is_idle:
+            if use_overlap:
+                data = self.overlap_loop(data)
+            else:
+                self.normal_loop()
+            yield
+
+    def _make_requests(
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[UserMsg]:
+        """One checked message per prompt; uids count from 0."""
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if not isinstance(prompts, (list, tuple)):
+            raise InvalidRequestError(
+                f"prompts must be a list of texts or of token id lists, got {type(prompts).__name__}",
+                "prompts",
+            )
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(prompts)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(prompts):
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts but {len(params)} sampling_params: give one, or one for each",
+                "sampling_params",
+            )
+        msgs = []
+        for uid, (prompt, param) in enumerate(zip(prompts, params)):
+            try:
+                msg = self._make_request(uid, prompt, param)
+                self.check_request(msg)
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"prompt {uid}: {error}", error.param) from error
+            msgs.append(msg)
+        return msgs
+
+    def _make_request(self, uid: int, prompt: Any, params: Any) -> UserMsg:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}",
+                "sampling_params",
+            )
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        try:
+            return UserMsg(uid, ids, params)
+        except (MessageError, ValueError, TypeError, RuntimeError) as error:
+            raise InvalidRequestError(f"cannot be used as token ids: {error}", "prompt") from error
+
+    def offline_receive_msg(self, blocking: bool = False) -> list[BaseBackendMsg]:
+        """What `generate` has for the scheduler: all prompts at once, later the aborts."""
+        msgs, self._inbox = self._inbox, []
+        return msgs
+
+    def offline_send_result(self, replies: Sequence[DetokenizeMsg]) -> None:
+        """Take in the replies of one step; an answer that met a stop string is called off."""
+        for reply in replies:
+            answer = self._answers.get(reply.uid)
+            if answer is None or answer.finish_reason is not None:
+                continue
+            if event := answer.take(reply):
+                self._events.append(event)
+            if answer.finish_reason is FinishReason.STOP and not reply.finished:
+                self._inbox.append(AbortBackendMsg(reply.uid))
+
+    def shutdown(self) -> None:
+        """Free everything; the object cannot be used afterwards."""
+        super().shutdown()
+        self.engine.shutdown()
+        for name in ("engine", "cache_manager", "table_manager", "token_pool", "prefill_manager"):
+            self.__dict__.pop(name, None)
+
+
+class _OfflineIO:
+    """Connects the scheduler to its own `LLM`; looks the methods up at each call."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def receive(self, blocking: bool) -> list[BaseBackendMsg]:
+        """Messages from the `LLM`."""
+        return self._llm.offline_receive_msg(blocking=blocking)
+
+    def send(self, replies: Sequence[DetokenizeMsg]) -> None:
+        """Replies to the `LLM`."""
+        self._llm.offline_send_result(replies)
+
+
+def _make_config(model_path: str, dtype: Any, fields: dict[str, Any]) -> SchedulerConfig:
+    known = {field.name for field in dataclasses.fields(SchedulerConfig)}
+    if unknown := sorted(set(fields) - known):
+        raise ConfigError(f"LLM has no option {', '.join(unknown)}; there are {sorted(known)}")
+    fields = {"tp_info": DistributedInfo(0, 1), "offline_mode": True, **fields}
+    return SchedulerConfig(model_path=str(model_path), dtype=dtype, **fields)

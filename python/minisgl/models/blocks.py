@@ -1,0 +1,154 @@
+"""The blocks that all supported decoders share, from a `ModelConfig` to layers.
+
+Names of attributes are the names of the weights. An architecture's own file says which blocks it is
+made of.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl.core import get_global_ctx
+from minisgl.layers import (
+    AttentionLayer,
+    BaseOP,
+    LinearColParallelMerged,
+    LinearOProj,
+    LinearQKVMerged,
+    LinearReplicated,
+    LinearRowParallel,
+    MoELayer,
+    OPList,
+    ParallelLMHead,
+    RMSNorm,
+    RMSNormFused,
+    VocabParallelEmbedding,
+    get_rope,
+    silu_and_mul,
+)
+
+from .config import ModelConfig
+
+
+class SelfAttention(BaseOP):
+    """Merged QKV projection, attention, output projection."""
+
+    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+        heads = (config.num_qo_heads, config.num_kv_heads)
+        self.qkv_proj = LinearQKVMerged(
+            config.hidden_size, config.head_dim, *heads, has_bias=config.attention_bias
+        )
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.o_proj = LinearOProj(
+            config.num_qo_heads * config.head_dim, config.hidden_size, config.o_proj_bias
+        )
+        rotary = config.rotary_config
+        self._attention = AttentionLayer(
+            layer_id,
+            *heads,
+            config.head_dim,
+            get_rope(
+                rotary.head_dim,
+                rotary.rotary_dim,
+                rotary.max_position,
+                rotary.base,
+                rotary.scaling,
+            ),
+            q_norm=self.q_norm if config.qk_norm else None,
+            k_norm=self.k_norm if config.qk_norm else None,
+            window=config.window(layer_id),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj.forward(self._attention.forward(self.qkv_proj.forward(x)))
+
+
+class GatedMLP(BaseOP):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        sizes = [config.intermediate_size] * 2
+        self.gate_up_proj = LinearColParallelMerged(config.hidden_size, sizes, config.mlp_bias)
+        self.down_proj = LinearRowParallel(
+            config.intermediate_size, config.hidden_size, config.mlp_bias
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
+
+
+class SparseMLP(BaseOP):
+    """A router and its experts."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.gate = LinearReplicated(config.hidden_size, config.num_experts)
+        self.experts = MoELayer(
+            config.num_experts,
+            config.num_experts_per_tok,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.norm_topk_prob,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts.forward(x, self.gate.forward(x))
+
+
+class DecoderLayer(BaseOP):
+    """Attention and MLP, each behind a norm that also keeps the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer_id: int) -> None:
+        self.self_attn = SelfAttention(config, layer_id)
+        is_sparse = layer_id in config.sparse_layers
+        self.mlp = SparseMLP(config) if is_sparse else GatedMLP(config)
+        self.input_layernorm = RMSNormFused(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNormFused(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm.forward(x, residual)
+        x = self.self_attn.forward(x)
+        x, residual = self.post_attention_layernorm.forward(x, residual)
+        return self.mlp.forward(x), residual
+
+
+class Decoder(BaseOP):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.layers = OPList([DecoderLayer(config, i) for i in range(config.num_layers)])
+        self.norm = RMSNormFused(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens.forward(input_ids)
+        residual: torch.Tensor | None = None
+        for layer in self.layers.op_list:
+            x, residual = layer.forward(x, residual)
+        return self.norm.forward(x, residual)[0]
+
+
+class CausalLM(BaseOP):
+    """A decoder and its output head. `forward` takes everything from the current context's batch."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self.model = Decoder(config)
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            tied_embedding=self.model.embed_tokens if config.tie_word_embeddings else None,
+        )
+
+    @property
+    def config(self) -> ModelConfig:
+        """The numbers it was made from."""
+        return self._config
+
+    @torch.inference_mode()
+    def forward(self) -> torch.Tensor:
+        """Float32 logits (padded requests, vocabulary): the last position of each."""
+        return self.lm_head.forward(self.model.forward(get_global_ctx().batch.input_ids))

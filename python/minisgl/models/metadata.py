@@ -1,0 +1,131 @@
+"""Reading numbers out of configs, and GGUF metadata in the words of a Hugging Face config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping
+from typing import Any
+
+from minisgl.utils.errors import ModelLoadError, UnsupportedModelError
+
+MAX_SIZE = 1 << 24
+
+# GGUF general.architecture -> model_type
+GGUF_ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+}
+
+
+class Reader:
+    """Looks up keys of a mapping or attributes of an object; numbers are checked."""
+
+    def __init__(self, cfg: Any) -> None:
+        self._cfg = cfg
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, which may be None if the config says so, or the default if it is silent."""
+        if isinstance(self._cfg, Mapping):
+            return self._cfg.get(key, default)
+        return getattr(self._cfg, key, default)
+
+    def size(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+        """A positive whole number up to `limit`."""
+        value = self.get(key)
+        return self.checked(key, default if value is None else value, limit)
+
+    def checked(self, key: str, value: Any, limit: int = MAX_SIZE) -> int:
+        """`value` if it is a positive whole number up to `limit`."""
+        if value is None:
+            raise ModelLoadError(f"config: {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= limit:
+            raise ModelLoadError(f"config: {key} must be a number from 1 to {limit}, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A positive float."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelLoadError(f"config: {key} must be a number, got {value!r}")
+        if not (math.isfinite(value) and value > 0):
+            raise ModelLoadError(f"config: {key} must be positive, got {value!r}")
+        return float(value)
+
+
+def gguf_as_hf(
+    metadata: Mapping[str, Any],
+    tensor_names: Container[str] | None,
+    rope_factors: list[float] | None,
+) -> dict[str, Any]:
+    """The config that a Hugging Face folder of the same model would have."""
+    arch = metadata.get("general.architecture")
+    if arch not in GGUF_ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"GGUF architecture {arch!r} is not supported; "
+            f"supported: {', '.join(sorted(GGUF_ARCHITECTURES))}"
+        )
+
+    def get(key: str) -> Any:
+        value = metadata.get(f"{arch}.{key}")
+        return value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+
+    num_heads = get("attention.head_count")
+    head_dim = get("attention.key_length") or _divide(get("embedding_length"), num_heads)
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    vocab_size = get("vocab_size") or (len(tokens) if tokens is not None else None)
+    names = tensor_names
+    cfg: dict[str, Any] = {
+        "model_type": GGUF_ARCHITECTURES[arch],
+        "num_hidden_layers": get("block_count"),
+        "hidden_size": get("embedding_length"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": get("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "rotary_dim": get("rope.dimension_count") or head_dim,
+        "vocab_size": vocab_size,
+        "intermediate_size": get("feed_forward_length") or get("expert_feed_forward_length"),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": get("context_length"),
+        "rope_theta": get("rope.freq_base"),
+        "rope_scaling": _gguf_rope_scaling(get, rope_factors),
+        "tie_word_embeddings": names is None or "output.weight" not in names,
+        "dtype": "bfloat16",
+    }
+    if names is not None:
+        cfg["attention_bias"] = "blk.0.attn_q.bias" in names
+    if get("attention.sliding_window"):
+        cfg |= {"sliding_window": get("attention.sliding_window"), "use_sliding_window": True}
+        if arch == "llama":  # Mistral's files have the architecture of Llama
+            cfg["model_type"] = "mistral"
+    if arch == "qwen3moe":
+        cfg |= {
+            "num_experts": get("expert_count"),
+            "num_experts_per_tok": get("expert_used_count"),
+            "moe_intermediate_size": get("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        }
+    elif get("expert_count"):
+        raise UnsupportedModelError(f"GGUF architecture {arch!r} with experts is not supported")
+    return {key: value for key, value in cfg.items() if value is not None}
+
+
+def _divide(a: Any, b: Any) -> int | None:
+    return a // b if isinstance(a, int) and isinstance(b, int) and b > 0 else None
+
+
+def _gguf_rope_scaling(get: Any, factors: list[float] | None) -> dict[str, Any] | None:
+    if factors is not None:
+        return {"rope_type": "factors", "factors": factors}
+    kind = get("rope.scaling.type") or ("linear" if get("rope.scale_linear") else "none")
+    if kind == "none":
+        return None
+    scaling = {
+        "rope_type": kind,
+        "factor": get("rope.scaling.factor") or get("rope.scale_linear"),
+        "original_max_position_embeddings": get("rope.scaling.original_context_length"),
+        "beta_fast": get("rope.scaling.yarn_beta_fast"),
+        "beta_slow": get("rope.scaling.yarn_beta_slow"),
+    }
+    return {key: value for key, value in scaling.items() if value is not None}

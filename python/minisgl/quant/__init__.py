@@ -1,0 +1,7 @@
+"""Number formats of weights: the `Weight` seam, dequantising, packing. Imports `kernel`, `utils`."""
+
+from __future__ import annotations
+
+from .weight import FloatWeight, StackedWeight, Weight, as_weight
+
+__all__ = ["FloatWeight", "StackedWeight", "Weight", "as_weight"]

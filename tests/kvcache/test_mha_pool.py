@@ -1,0 +1,103 @@
+"""The KV pool: shapes, storing, opaque pages, memory that costs only what is used."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from minisgl.distributed import reset_tp_info, set_tp_info
+from minisgl.kvcache import MHAKVCache, create_kvcache_pool
+
+
+def make(dtype: torch.dtype = torch.float32, num_kv_heads: int = 2) -> MHAKVCache:
+    return MHAKVCache(num_kv_heads, 3, 8, 5, 4, dtype, "cpu")
+
+
+def test_the_buffer_has_the_contract_shape() -> None:
+    pool = make()
+    assert pool._kv_buffer.shape == (2, 3, 5, 4, 2, 8)
+    assert pool.k_cache(1).shape == pool.v_cache(2).shape == (5, 4, 2, 8)
+    assert pool.k_cache(1).data_ptr() % 64 == 0 and pool._kv_buffer.is_contiguous()
+    assert not pool._kv_buffer.is_inference() and pool._kv_buffer.device.type == "cpu"
+    assert isinstance(create_kvcache_pool(2, 3, 8, 5, 4, torch.float32, "cpu"), MHAKVCache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_store_kv_takes_flat_and_split_heads(dtype: torch.dtype, is_flat: bool) -> None:
+    pool = make(dtype)
+    k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    where = torch.tensor([0, 7, 19], dtype=torch.int32)
+    shape = (3, 16) if is_flat else (3, 2, 8)
+    pool.store_kv(k.to(dtype).view(shape), v.to(dtype).view(shape), where, 1)
+    assert torch.equal(pool.k_cache(1).view(20, 2, 8)[where.long()], k.to(dtype))
+    assert torch.equal(pool.v_cache(1).view(20, 2, 8)[where.long()], v.to(dtype))
+    assert not pool.k_cache(0).any() and not pool.v_cache(2).any()
+    assert pool.k_cache(1).count_nonzero() <= 48
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_are_opaque_bytes_that_move_between_pools(dtype: torch.dtype) -> None:
+    source, target = make(dtype), make(dtype)
+    source._kv_buffer.copy_(torch.randn(source._kv_buffer.shape))
+    data = source.read_pages([4, 0])
+    assert data.dtype == torch.uint8 and data.shape == (2, source.page_bytes)
+    assert source.page_bytes == 2 * 3 * 4 * 2 * 8 * dtype.itemsize
+    target.write_pages(torch.tensor([1, 2], dtype=torch.int32), data)
+    for layer in range(3):
+        assert torch.equal(target.k_cache(layer)[[1, 2]], source.k_cache(layer)[[4, 0]])
+        assert torch.equal(target.v_cache(layer)[[1, 2]], source.v_cache(layer)[[4, 0]])
+    assert not target._kv_buffer[:, :, [0, 3, 4]].any()
+    assert source.read_pages([]).shape == (0, source.page_bytes)
+
+
+def test_pages_of_another_size_are_refused() -> None:
+    pool = make()
+    data = pool.read_pages([1])
+    with pytest.raises(ValueError, match="expected uint8"):
+        pool.write_pages([1, 2], data)
+    with pytest.raises(ValueError, match="expected uint8"):
+        pool.write_pages([1], data.view(torch.float32))
+
+
+def test_slots_that_were_never_written_read_as_zero() -> None:
+    poison = [torch.full((1 << 16,), float("nan")) for _ in range(8)]
+    del poison
+    pool = MHAKVCache(1, 1, 64, 16, 16, torch.float32, "cpu")
+    assert not pool._kv_buffer.any()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
+def test_memory_is_committed_as_it_is_used() -> None:
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_bytes()
+    pool = MHAKVCache(8, 4, 128, 2048, 64, torch.bfloat16, "cpu")
+    assert pool._kv_buffer.nbytes == 1 << 31
+    pool.k_cache(0)[0].fill_(1)
+    assert resident_bytes() - before < 64 << 20
+
+
+@pytest.mark.parametrize(("size", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_each_rank_keeps_its_share_of_the_heads(size: int, heads: int) -> None:
+    reset_tp_info()
+    set_tp_info(0, size)
+    try:
+        pool = make(num_kv_heads=4)
+    finally:
+        reset_tp_info()
+    assert pool.num_kv_heads == heads == pool.k_cache(0).shape[2]
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    reset_tp_info()
+    set_tp_info(0, 3)
+    try:
+        with pytest.raises(ValueError, match="divided evenly"):
+            make(num_kv_heads=4)
+    finally:
+        reset_tp_info()
