@@ -134,7 +134,9 @@ def main() -> None:
         for rows in args.rows:
             time_layers(cases, rows)
     print(f"instruction set {native.isa()} (best here: {best_isa}), {native.num_threads()} threads")
-    print(f"ceilings: reading memory {read / 1e9:.1f} GB/s, 8-bit products {multiply / 1e9:.0f} Gop/s")
+    print(
+        f"ceilings: reading memory {read / 1e9:.1f} GB/s, 8-bit products {multiply / 1e9:.0f} Gop/s"
+    )
     print(f"weights: layers {args.format}, head {args.head_format}; medians of {args.repeats}\n")
     print(f"{'rows':>5}  {'product':<8} {'out x in':>12} {'ms':>9} {'GB/s':>8} {'of':>6}"
           f" {'Gop/s':>9} {'of':>6}")  # fmt: skip

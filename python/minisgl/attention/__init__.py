@@ -41,5 +41,5 @@ def _create_best(ctx: Context, device: torch.device) -> BaseAttnBackend:
 def create_attention_backend(
     name: str, ctx: Context, device: torch.device | str = "cpu"
 ) -> BaseAttnBackend:
-    """The backend called `name` for the pool and page table of `ctx`; `ConfigError` lists the names."""
+    """The backend called `name` on the pool and page table of `ctx`; `ConfigError` if unknown."""
     return ATTENTION_BACKENDS[name](ctx, torch.device(device))

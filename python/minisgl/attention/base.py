@@ -31,7 +31,7 @@ class BaseAttnMetadata(ABC):
 class BaseAttnBackend(ABC):
     """Attention over the paged KV pool."""
 
-    # Whether a forward can be captured in a CUDA graph: no shapes or branches that depend on lengths.
+    # Whether a forward can be captured in a CUDA graph: nothing in it depends on lengths.
     supports_graph: bool = False
 
     @abstractmethod
@@ -50,6 +50,6 @@ class BaseAttnBackend(ABC):
     ) -> torch.Tensor:
         """Store K and V at `batch.out_loc`, then attend.
 
-        q: (tokens, heads, dim); k, v: (tokens, kv heads, dim); returns (tokens, heads, dim). window:
-        how many tokens back a query sees, itself included.
+        q: (tokens, heads, dim); k, v: (tokens, kv heads, dim); returns (tokens, heads, dim).
+        window: how many tokens back a query sees, itself included; None for all.
         """

@@ -1,8 +1,8 @@
 """Attention in plain torch: it always exists, on every device, and is the twin of the fast ones.
 
 There is one way for all batches. Requests with a single query token are gathered into groups by the
-length of what they see, rounded up; all others are computed alone, in blocks of queries. A request's
-shapes, and so its result, therefore depend on the request itself and not on its neighbours. On a CPU
+length of what they see, rounded up; all others are computed alone, in blocks of queries. So a
+request's shapes, and its result, depend on the request itself and not on its neighbours. On a CPU
 arithmetic is float32 whatever the storage type of K and V.
 """
 
@@ -37,7 +37,7 @@ class _Work:
 
 @dataclass(slots=True)
 class TorchAttnMetadata(BaseAttnMetadata):
-    """Lengths of the requests in the order of the batch, and a snapshot of their page-table rows."""
+    """Lengths of the requests in batch order, and a snapshot of their page-table rows."""
 
     query_lens: list[int]
     kv_lens: list[int]
@@ -47,6 +47,7 @@ class TorchAttnMetadata(BaseAttnMetadata):
     works: dict[tuple[int | None, int], list[_Work]] = field(default_factory=dict)
 
     def get_last_indices(self, n: int) -> torch.Tensor:
+        """The token rows of the last positions."""
         return self.last_indices[:n]
 
 
@@ -57,6 +58,7 @@ class TorchAttnBackend(BaseAttnBackend):
         self._ctx = ctx
 
     def prepare_metadata(self, batch: Batch) -> None:
+        """Take lengths and page-table rows as they are now."""
         reqs = batch.padded_reqs
         query_lens = [req.extend_len for req in reqs]
         kv_lens = [req.device_len for req in reqs]
@@ -76,6 +78,7 @@ class TorchAttnBackend(BaseAttnBackend):
         batch: Batch,
         window: int | None = None,
     ) -> torch.Tensor:
+        """Store, gather, attend; (tokens, heads, dim)."""
         pool = self._ctx.kv_cache
         pool.store_kv(k, v, batch.out_loc, layer_id)
         k_cache, v_cache = pool.k_cache(layer_id), pool.v_cache(layer_id)

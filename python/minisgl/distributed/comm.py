@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 
-from minisgl.params import ConfigError
+from minisgl.utils.errors import ConfigError
 
 from .info import DistributedInfo, current_tp_info
 
@@ -18,11 +18,11 @@ def init_distributed(
     timeout: float = 60.0,
     host: str = "127.0.0.1",
 ) -> None:
-    """Join the process group of all ranks, waiting up to `timeout` seconds; nothing for a size of 1."""
+    """Join the process group of all ranks within `timeout` seconds; nothing for a size of 1."""
     if tp_info.size == 1:
         return
     if not 1 <= port <= 65535:
-        raise ConfigError(f"distributed_port must be 1 to 65535 with {tp_info.size} ranks, got {port}")
+        raise ConfigError(f"distributed_port must be 1 to 65535 with several ranks, got {port}")
     import torch.distributed as dist
 
     if dist.is_initialized():

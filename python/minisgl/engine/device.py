@@ -30,7 +30,10 @@ def resolve_device(name: str, rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if not has_cuda:
         raise ConfigError(f"device (--device) is {name}, but torch {torch.__version__} sees no GPU")
-    index = int(name.partition(":")[2] or rank)
+    number = name.partition(":")[2] or str(rank)
+    if not number.isdecimal():
+        raise ConfigError(f"device (--device) must name a GPU by its number, got {name!r}")
+    index = int(number)
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"device (--device) is GPU {index}, but there are {torch.cuda.device_count()}"

@@ -196,9 +196,7 @@ class Engine:
             return self.model.forward()[: batch.size]
 
     @torch.inference_mode()
-    def sample(
-        self, batch: Batch, logits: torch.Tensor, args: BatchSamplingArgs
-    ) -> ForwardOutput:
+    def sample(self, batch: Batch, logits: torch.Tensor, args: BatchSamplingArgs) -> ForwardOutput:
         """Choose a token per request and start its copy to the host; -1 marks unusable logits."""
         tokens = self.sampler.sample(logits[: batch.size], args)
         on_host = tokens.to("cpu", non_blocking=True)

@@ -78,7 +78,12 @@ class GraphRunner:
     """
 
     def __init__(
-        self, model: Any, ctx: Context, device: torch.device, sizes: list[int], dummy_req: Req,
+        self,
+        model: Any,
+        ctx: Context,
+        device: torch.device,
+        sizes: list[int],
+        dummy_req: Req,
         vocab_size: int,
     ) -> None:
         self.model = model

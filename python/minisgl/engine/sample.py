@@ -161,7 +161,12 @@ def _draw_filtered(
     tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
     if enough.any():
         tokens[enough] = _draw_sorted(
-            values[enough], ids[enough], uniform[enough], top_k[enough], top_p[enough], min_p[enough]
+            values[enough],
+            ids[enough],
+            uniform[enough],
+            top_k[enough],
+            top_p[enough],
+            min_p[enough],
         )
     rest = (~enough).nonzero().flatten()
     if len(rest):

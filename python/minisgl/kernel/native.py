@@ -165,7 +165,9 @@ def matmul_many(
     if len(given) != len(weights):
         raise ValueError(f"{len(weights)} weights but {len(given)} outputs")
     results = [_output(out, x.tokens, w.rows) for w, out in zip(weights, given, strict=True)]
-    jobs = tuple((w, out.data_ptr(), out.stride(0)) for w, out in zip(weights, results, strict=True))
+    jobs = tuple(
+        (w, out.data_ptr(), out.stride(0)) for w, out in zip(weights, results, strict=True)
+    )
     native.multiply_many(x, jobs)
     return results
 

@@ -17,9 +17,7 @@ def rmsnorm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     return wide.mul(scale).mul_(w.float()).to(x.dtype)
 
 
-def fused_add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float
-) -> None:
+def fused_add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, eps: float) -> None:
     """In place: `residual += x`, then `x = rmsnorm(residual)`."""
     residual.add_(x)
     x.copy_(rmsnorm(residual, w, eps))
@@ -71,7 +69,7 @@ def store_cache(
 ) -> None:
     """Write K and V of `n` tokens at `n` token locations, converting to the caches' type.
 
-    k, v: (n, ...), flat or by head; the caches: any shape whose rows of `heads * dim` are contiguous.
+    k, v: (n, ...), flat or by head; the caches: any shape with contiguous rows of `heads * dim`.
     """
     num_tokens = len(indices)
     if num_tokens == 0:

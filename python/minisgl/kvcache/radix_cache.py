@@ -204,50 +204,56 @@ class RadixPrefixCache(BasePrefixCache):
     def check_integrity(self, handles: Iterable[BaseCacheHandle] | None = None) -> None:
         """Recount everything: links, keys, whole pages, recency, references, sizes, the heap."""
         nodes = list(self._nodes())
-        queued = {entry[1]: entry[0] for entry in self._queue}
-        _require(len(queued) == len(self._queue), "a node is queued for eviction twice")
+        queued = {serial: last_use for last_use, serial, _ in self._queue}
+        if len(queued) != len(self._queue):
+            raise _broken("a node is queued for eviction twice")
+        total = locked = 0
         for node in nodes:
-            self._check_links(node)
-            if node.is_evictable:
-                use = queued.get(node.serial)
-                _require(use is not None and use <= node.last_use, f"{node} cannot be evicted")
-        locked = sum(node.length for node in nodes if node.ref_count)
-        total = sum(node.length for node in nodes)
-        counted = SizeInfo(total - locked, locked)
-        _require(counted == self.size_info, f"counted {counted}, kept {self.size_info}")
+            if node.ref_count < sum([child.ref_count for child in node.children.values()]):
+                raise _broken(f"{node} is locked less often than its children")
+            for key, child in node.children.items():
+                if fault := self._find_fault(node, key, child):
+                    raise _broken(f"{child} {fault}, its parent is {node}")
+            if node.is_evictable and queued.get(node.serial, node.last_use + 1) > node.last_use:
+                raise _broken(f"{node} cannot be evicted in its turn")
+            total += len(node.key)
+            locked += len(node.key) if node.ref_count else 0
+        if self.size_info != (total - locked, locked):
+            raise _broken(f"{total - locked} + {locked} tokens are cached, not {self.size_info}")
         if handles is not None:
             self._check_references(nodes, handles)
 
-    def _check_links(self, node: RadixTreeNode) -> None:
-        """I5 between a node and its children, and references that grow towards the root."""
-        num_below = sum(child.ref_count for child in node.children.values())
-        _require(node.ref_count >= num_below, f"{node} is locked less often than its children")
-        for key, child in node.children.items():
-            _require(child.parent is node and not child.is_root, f"{child} has a wrong parent")
-            _require(child.length > 0, f"{child} is empty")
-            _require(child.length % self.page_size == 0, f"{child} is not whole pages")
-            _require(len(child.indices) == child.length, f"{child} has too few locations")
-            _require(self._child_key(child.key, 0) == key, f"{child} has a wrong key")
-            _require(child.last_use <= node.last_use, f"{child} is more recent than its parent")
+    def _find_fault(self, node: RadixTreeNode, key: Hashable, child: RadixTreeNode) -> str | None:
+        """I5 between a node and one of its children: what is wrong, if anything."""
+        length = len(child.key)
+        if child.parent is not node or child.is_root:
+            return "has a wrong parent"
+        if not length or length % self.page_size or child.indices.shape[0] != length:
+            return "is not whole pages, each token with its location"
+        if self._child_key(child.key, 0) != key:
+            return f"stands under the key {key}"
+        if child.last_use > node.last_use:
+            return "is more recent than its parent"
+        return None
 
     def _check_references(
         self, nodes: list[RadixTreeNode], handles: Iterable[BaseCacheHandle]
     ) -> None:
         """I4: a reference count is the number of live handles at or below the node."""
-        counts = {node.serial: 0 for node in nodes if not node.is_root}
+        counts = dict.fromkeys(nodes, 0)
         for handle in handles:
             assert isinstance(handle, RadixCacheHandle)
             path = list(_path_to_root(handle.node))
-            root = path.pop()
-            _require(root.is_root, f"{handle} ends in a node that was evicted")
-            length = sum(node.length for node in path)
-            _require(length == handle.cached_len, f"{handle} covers {length} tokens")
+            if not path[-1].is_root or sum(len(node.key) for node in path) != handle.cached_len:
+                raise _broken(f"{handle} is locked, but its path is {path}")
             for node in path:
-                _require(node.serial in counts, f"{node} is locked, but not in the tree")
-                counts[node.serial] += 1
-        for node in nodes:
-            expected = counts.get(node.serial, node.ref_count)
-            _require(node.ref_count == expected, f"{node} has {expected} live handles")
+                if node in counts:
+                    counts[node] += 1
+                elif node.length:
+                    raise _broken(f"{node} is locked, but not in the tree")
+        for node, count in counts.items():
+            if node.ref_count != count and not node.is_root:
+                raise _broken(f"{node} has {count} live handles")
 
     def _nodes(self) -> Iterator[RadixTreeNode]:
         """Every node, roots included, parents first."""
@@ -362,6 +368,5 @@ def _path_to_root(node: RadixTreeNode) -> Iterator[RadixTreeNode]:
         current = current.parent
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise RuntimeError(f"radix cache integrity: {message}")
+def _broken(what: str) -> RuntimeError:
+    return RuntimeError(f"radix cache integrity: {what}")

@@ -1,7 +1,7 @@
 """The attention layer between the merged QKV projection and the output projection.
 
-It norms (where the model does) and rotates q and k in place, inside the projection's own buffer, and
-hands all three to the backend of the current context.
+It norms (where the model does) and rotates q and k in place, inside the projection's own buffer,
+and hands all three to the backend of the current context.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from minisgl.utils import div_even
 
 from .base import StateLessOP
 from .norm import RMSNorm
-from .rotary import RotaryEmbedding
 
 
 class AttentionLayer(StateLessOP):
-    """Attention of one layer on this rank's heads. window: how many tokens back it sees, itself included."""
+    """Attention of one layer on this rank's heads.
+
+    window: how many tokens back a token sees, itself included; None for all.
+    """
 
     def __init__(
         self,
@@ -27,7 +29,6 @@ class AttentionLayer(StateLessOP):
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        rotary: RotaryEmbedding,
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         window: int | None = None,
@@ -37,13 +38,17 @@ class AttentionLayer(StateLessOP):
         self._num_q = div_even(num_qo_heads, size)
         self._num_kv = div_even(num_kv_heads, size, allow_replicate=True)
         self._head_dim = head_dim
-        self._rotary = rotary
         self._q_norm = q_norm
         self._k_norm = k_norm
         self._window = window
 
-    def forward(self, qkv: torch.Tensor) -> torch.Tensor:
-        """(tokens, (q + 2 kv heads) * dim), overwritten, to (tokens, q heads * dim)."""
+    def forward(
+        self, qkv: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        """(tokens, (q + 2 kv heads) * dim), overwritten, to (tokens, q heads * dim).
+
+        cos_sin: of the tokens' positions, from the model's `RotaryEmbedding`.
+        """
         ctx = get_global_ctx()
         batch = ctx.batch
         num_q, num_kv = self._num_q, self._num_kv
@@ -53,7 +58,7 @@ class AttentionLayer(StateLessOP):
             self._q_norm.forward_inplace(q)
         if self._k_norm is not None:
             self._k_norm.forward_inplace(k)
-        rotate_(heads[:, : num_q + num_kv], *self._rotary.cos_sin(batch.positions))
+        rotate_(heads[:, : num_q + num_kv], *cos_sin)
         window = {} if self._window is None else {"window": self._window}
         out = ctx.attn_backend.forward(q, k, v, self._layer_id, batch, **window)
         return out.reshape(len(qkv), num_q * self._head_dim)

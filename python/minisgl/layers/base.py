@@ -49,7 +49,7 @@ class BaseOP(ABC):
         return ignored
 
     def load_state_dict(self, state_dict: Mapping[str, Parameter]) -> None:
-        """Replace all weights; `RuntimeError` names keys that are missing, left over or misshapen."""
+        """Replace all weights; `RuntimeError` names keys that are missing, extra or misshapen."""
         slots = list(self.slots())
         missing = [path for path, _, _ in slots if path not in state_dict]
         if missing:

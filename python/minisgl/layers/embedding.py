@@ -24,7 +24,7 @@ def vocab_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class VocabParallelEmbedding(BaseOP):
-    """Looks up rows by token id; ids of other ranks give zeros, and the ranks' rows are added up."""
+    """Looks up rows by token id; ids of other ranks give zeros, and the ranks' rows add up."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         tp_info = current_tp_info()

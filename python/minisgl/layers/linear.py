@@ -1,7 +1,7 @@
 """Linear layers over `Weight.matmul`, whole or split across tensor-parallel ranks.
 
-Column-parallel layers split the output (each rank computes its heads), row-parallel layers split the
-input and add up over the ranks. A bias of a row-parallel layer is added once, after the sum.
+Column-parallel layers split the output (each rank computes its heads), row-parallel layers split
+the input and add up over the ranks. A bias of a row-parallel layer is added once, after the sum.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def rope_kind(scaling: Scaling | None) -> str:
 
 
 def check_rope_scaling(scaling: Scaling | None) -> None:
-    """`UnsupportedModelError` for a kind that is not one of ours, or that lacks a number it needs."""
+    """`UnsupportedModelError` for a kind that is not one of ours, or that lacks a number."""
     kind = rope_kind(scaling)
     if kind not in _KINDS:
         raise UnsupportedModelError(

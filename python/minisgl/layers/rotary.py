@@ -101,7 +101,7 @@ def get_rope(
     base: float,
     rope_scaling: Mapping[str, Any] | None = None,
 ) -> RotaryEmbedding:
-    """The shared rotary embedding with these numbers; `rope_scaling` as in Hugging Face's configs."""
+    """The shared rotary embedding with these numbers; `rope_scaling` has Hugging Face's keys."""
     scaling = json.dumps(dict(rope_scaling), sort_keys=True) if rope_scaling else ""
     key = (head_dim, rotary_dim, max_position, base, scaling)
     if key not in _shared:

@@ -55,7 +55,7 @@ class Answer:
         if self._filter is None:
             return text
         text = self._filter.push(text)
-        if self._filter.is_stopped:
+        if self._filter.stopped:
             self.finish_reason = FinishReason.STOP
         elif is_last:
             text += self._filter.flush()

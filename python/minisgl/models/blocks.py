@@ -1,7 +1,7 @@
 """The blocks that all supported decoders share, from a `ModelConfig` to layers.
 
-Names of attributes are the names of the weights. An architecture's own file says which blocks it is
-made of.
+Names of attributes are the names of the weights. Where architectures differ (biases, norms on
+heads, windows, experts), the config says so.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from minisgl.layers import (
 
 from .config import ModelConfig
 
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
 
 class SelfAttention(BaseOP):
     """Merged QKV projection, attention, output projection."""
@@ -44,25 +46,19 @@ class SelfAttention(BaseOP):
         self.o_proj = LinearOProj(
             config.num_qo_heads * config.head_dim, config.hidden_size, config.o_proj_bias
         )
-        rotary = config.rotary_config
         self._attention = AttentionLayer(
             layer_id,
             *heads,
             config.head_dim,
-            get_rope(
-                rotary.head_dim,
-                rotary.rotary_dim,
-                rotary.max_position,
-                rotary.base,
-                rotary.scaling,
-            ),
             q_norm=self.q_norm if config.qk_norm else None,
             k_norm=self.k_norm if config.qk_norm else None,
             window=config.window(layer_id),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.o_proj.forward(self._attention.forward(self.qkv_proj.forward(x)))
+    def forward(self, x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+        """(tokens, hidden) to the same."""
+        qkv = self.qkv_proj.forward(x)
+        return self.o_proj.forward(self._attention.forward(qkv, cos_sin))
 
 
 class GatedMLP(BaseOP):
@@ -76,6 +72,7 @@ class GatedMLP(BaseOP):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, hidden) to the same."""
         return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
 
 
@@ -93,6 +90,7 @@ class SparseMLP(BaseOP):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, hidden) to the same."""
         return self.experts.forward(x, self.gate.forward(x))
 
 
@@ -107,10 +105,11 @@ class DecoderLayer(BaseOP):
         self.post_attention_layernorm = RMSNormFused(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None
+        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output, residual); the next norm adds them."""
         x, residual = self.input_layernorm.forward(x, residual)
-        x = self.self_attn.forward(x)
+        x = self.self_attn.forward(x, cos_sin)
         x, residual = self.post_attention_layernorm.forward(x, residual)
         return self.mlp.forward(x), residual
 
@@ -122,17 +121,27 @@ class Decoder(BaseOP):
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
         self.layers = OPList([DecoderLayer(config, i) for i in range(config.num_layers)])
         self.norm = RMSNormFused(config.hidden_size, config.rms_norm_eps)
+        rotary = config.rotary_config
+        self._rotary = get_rope(
+            rotary.head_dim,
+            rotary.rotary_dim,
+            rotary.max_position,
+            rotary.base,
+            rotary.scaling,
+        )
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(tokens,) each to normed (tokens, hidden)."""
+        cos_sin = self._rotary.cos_sin(positions)
         x = self.embed_tokens.forward(input_ids)
         residual: torch.Tensor | None = None
         for layer in self.layers.op_list:
-            x, residual = layer.forward(x, residual)
+            x, residual = layer.forward(x, residual, cos_sin)
         return self.norm.forward(x, residual)[0]
 
 
 class CausalLM(BaseOP):
-    """A decoder and its output head. `forward` takes everything from the current context's batch."""
+    """A decoder and its output head; `forward` takes everything from the current context."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -148,7 +157,8 @@ class CausalLM(BaseOP):
         """The numbers it was made from."""
         return self._config
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self) -> torch.Tensor:
         """Float32 logits (padded requests, vocabulary): the last position of each."""
-        return self.lm_head.forward(self.model.forward(get_global_ctx().batch.input_ids))
+        batch = get_global_ctx().batch
+        return self.lm_head.forward(self.model.forward(batch.input_ids, batch.positions))

@@ -6,7 +6,6 @@ describes a model that this build can run; anything else is a typed error that s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ from minisgl.utils.errors import ModelLoadError, UnsupportedModelError
 
 from .metadata import Reader, gguf_as_hf
 
-MAX_SIZE = 1 << 24
 MAX_LAYERS = 4096
 
 
@@ -30,7 +28,7 @@ class Architecture:
     qk_norm: bool = False
     is_moe: bool = False
     head_dim_default: int | None = None
-    windows: Callable[[Reader, int], list[int | None]] = lambda read, num_layers: [None] * num_layers
+    windows: Callable[[Reader, int], list[int | None]] = lambda read, count: [None] * count
 
 
 def _same_window(read: Reader, num_layers: int) -> list[int | None]:
@@ -135,7 +133,7 @@ class ModelConfig:
             )
         if read.get("quantization_config"):
             raise UnsupportedModelError(
-                "config: quantization_config is not supported: take the float checkpoint or a GGUF file"
+                "config: quantization_config is not supported: take the float checkpoint or GGUF"
             )
         return _read_config(cls, read, model_type, ARCHITECTURES[model_type])
 
@@ -154,7 +152,9 @@ class ModelConfig:
         return cls.from_hf(gguf_as_hf(metadata, tensor_names, rope_factors))
 
 
-def _read_config(cls: type[ModelConfig], read: Reader, kind: str, arch: Architecture) -> ModelConfig:
+def _read_config(
+    cls: type[ModelConfig], read: Reader, kind: str, arch: Architecture
+) -> ModelConfig:
     num_layers = read.size("num_hidden_layers", limit=MAX_LAYERS)
     hidden_size = read.size("hidden_size")
     num_qo_heads = read.size("num_attention_heads")
@@ -166,7 +166,7 @@ def _read_config(cls: type[ModelConfig], read: Reader, kind: str, arch: Architec
     head_dim = read.size("head_dim", arch.head_dim_default or max(1, hidden_size // num_qo_heads))
     hidden_act = str(read.get("hidden_act", "silu"))
     if hidden_act not in ("silu", "swish"):
-        raise UnsupportedModelError(f"config: hidden_act {hidden_act!r} is not supported, only silu")
+        raise UnsupportedModelError(f"hidden_act {hidden_act!r} is not supported, only silu")
     has_bias = bool(read.get("attention_bias", arch.qkv_bias_default))
     return cls(
         model_type=kind,
@@ -220,7 +220,7 @@ def _read_rotary(read: Reader, head_dim: int) -> RotaryConfig:
     rope = read.get("rope_parameters") or read.get("rope_scaling") or {}
     scaling = {str(key): value for key, value in dict(rope).items() if value is not None}
     if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise UnsupportedModelError("config: rope parameters that differ by layer are not supported")
+        raise UnsupportedModelError("rope parameters that differ by layer are not supported")
     base = float(scaling.pop("rope_theta", None) or read.get("rope_theta") or 10000.0)
     partial = scaling.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor") or 1.0
     rotary_dim = read.size("rotary_dim", int(head_dim * float(partial)))
@@ -240,10 +240,3 @@ def _read_rotary(read: Reader, head_dim: int) -> RotaryConfig:
         reach = float(scaling["factor"]) * int(scaling["original_max_position_embeddings"])
         max_position = max(max_position, int(reach))
     return RotaryConfig(head_dim, rotary_dim, max_position, base, scaling)
-
-
-def load_model_config(path: str | os.PathLike[str]) -> ModelConfig:
-    """The config of a model folder or a GGUF file (whatever `resolve_model` finds at `path`)."""
-    from .sources import load_config
-
-    return load_config(path)

@@ -20,7 +20,10 @@ class BaseMoeBackend(ABC):
         topk: int,
         renormalize: bool,
     ) -> torch.Tensor:
-        """x (tokens, H), w1 (E, 2I, H) gate over up, w2 (E, H, I), gating (tokens, E) to (tokens, H)."""
+        """x (tokens, H), w1 (E, 2I, H), w2 (E, H, I), gating (tokens, E) to (tokens, H).
+
+        Each expert's w1 is gate over up.
+        """
 
 
 def route(gating: torch.Tensor, topk: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:

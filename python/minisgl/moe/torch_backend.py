@@ -25,6 +25,7 @@ class TorchMoeBackend(BaseMoeBackend):
         topk: int,
         renormalize: bool,
     ) -> torch.Tensor:
+        """As `BaseMoeBackend.forward`."""
         weights, ids = route(gating, topk, renormalize)
         order = ids.flatten().argsort(stable=True)  # (token, choice) pairs, expert by expert
         counts = torch.bincount(ids.flatten(), minlength=w1.shape[0]).tolist()

@@ -1,4 +1,7 @@
-"""Number formats of weights: the `Weight` seam, dequantising, packing. Imports `kernel`, `utils`."""
+"""Number formats of weights: the `Weight` seam, dequantising, packing.
+
+May import `kernel` and `utils`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The seam between layers and number formats: a matrix that knows how to multiply.
 
-A linear layer asks its weight for `y = x @ W^T` and never looks inside. On a CPU the type of a float
-weight is only how it is stored: arithmetic is float32. May import `kernel` and `utils`.
+A linear layer asks its weight for `y = x @ W^T` and never looks inside. On a CPU the type of a
+float weight is only how it is stored: arithmetic is float32. May import `kernel` and `utils`.
 
 Invariant: `matmul` does not keep or change `x`, and the order of its sums over the input dimension
 does not depend on the caller.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# Elements of a weight that are widened to float32 at a time: 1 MiB, so that they stay in the L2 cache.
+# Elements of a weight that are widened to float32 at a time: 1 MiB, which stays in the L2 cache.
 BLOCK_ELEMENTS = 1 << 18
 
 
@@ -50,7 +50,7 @@ class Weight(ABC):
 
 
 class FloatWeight(Weight):
-    """A matrix of floats. It reads `tensor` at each call, so writing into the tensor takes effect."""
+    """A matrix of floats. It reads `tensor` at each call: writing into that takes effect."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         assert tensor.dim() == 2, tensor.shape
@@ -58,13 +58,16 @@ class FloatWeight(Weight):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
         return (self.tensor.shape[0], self.tensor.shape[1])
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return self.tensor.nbytes
 
     def matmul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """In the tensor's type, or in that of `x` if it is wider."""
         if x.dtype != self.tensor.dtype:
             return self._matmul_widened(x, out)
         if out is None:
@@ -72,6 +75,7 @@ class FloatWeight(Weight):
         return torch.mm(x, self.tensor.t(), out=out)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows, float32 on a CPU."""
         found = F.embedding(ids, self.tensor)
         return found.float() if found.device.type == "cpu" else found
 
@@ -98,15 +102,26 @@ class StackedWeight(Weight):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(sum of out_features, in_features)."""
         return (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
-    def matmul(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def prepare(self, x: torch.Tensor) -> Any:
+        """The form that the parts share; `x` itself if they are of different kinds."""
+        return x if len({type(part) for part in self.parts}) > 1 else self.parts[0].prepare(x)
+
+    def matmul(self, x: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Each part into its columns of the result."""
         if out is None:
-            out = x.new_empty(x.shape[0], self.shape[0])
+            device = x.device if isinstance(x, torch.Tensor) else None
+            dtype = x.dtype if isinstance(x, torch.Tensor) else None
+            out = torch.empty(x.shape[0], self.shape[0], dtype=dtype, device=device)
+        if isinstance(x, torch.Tensor):
+            x = self.prepare(x)
         start = 0
         for part in self.parts:
             stop = start + part.shape[0]
@@ -115,6 +130,7 @@ class StackedWeight(Weight):
         return out
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Each id from the part that holds it."""
         found: torch.Tensor | None = None
         start = 0
         for part in self.parts:

@@ -32,9 +32,7 @@ class CacheManager:
         self.page_size = page_size
         self.page_table = page_table
         self.device = page_table.device
-        self.prefix_cache = create_prefix_cache(
-            device=self.device, type=type, page_size=page_size
-        )
+        self.prefix_cache = create_prefix_cache(device=self.device, type=type, page_size=page_size)
         self._free_list = _FreeList(num_pages, page_size, self.device)
         self._owners: dict[int, tuple[Req, int]] = {}  # row -> request, pages its row covers
         self._held_back: list[torch.Tensor] | None = None

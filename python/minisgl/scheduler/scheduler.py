@@ -96,6 +96,7 @@ class Scheduler:
             else:
                 self.normal_loop()
         self._process_last_data(data)
+        self._flush_replies()
 
     @property
     def uses_overlap(self) -> bool:
@@ -238,8 +239,10 @@ class Scheduler:
         try:
             with self.engine.launch_order():
                 output = self._forward(forward_input)
-        except Exception as error:
+        except BaseException as error:
             self._fail_batch(batch, error)
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C passes, but leaves nothing half-done
             return None
         for req in batch.reqs:
             self._num_in_flight[req] = self._num_in_flight.get(req, 0) + 1
@@ -374,7 +377,7 @@ class Scheduler:
                 return req
         return None
 
-    def _fail_batch(self, batch: Batch, error: Exception) -> None:
+    def _fail_batch(self, batch: Batch, error: BaseException) -> None:
         """A step that could not be launched: its requests end with an error, the rest go on."""
         logger.error("a step of %d requests failed", batch.size, exc_info=error)
         message = f"the forward pass failed: {type(error).__name__}: {error}"
@@ -385,13 +388,15 @@ class Scheduler:
 
     def reset(self) -> None:
         """End every request without a reply and take everything back, whatever was in flight."""
+        in_flight = [req for req in self._num_in_flight if req.is_sampled]
         self._num_in_flight.clear()
         self._early_aborts.clear()
         self._outbox.clear()
         for pending in list(self.prefill_manager.pending_list):
             self._abort(pending.uid)
-        for req in list(self.decode_manager.running_reqs):
-            self._end_req(req, FinishReason.ABORT)
+        for req in [*self.decode_manager.running_reqs, *in_flight]:
+            if req.finish_reason is None:
+                self._end_req(req, FinishReason.ABORT)
         for req in list(self.finished_reqs):
             self._release(req)
         self.cache_manager.check_integrity(full=False)

@@ -71,9 +71,7 @@ def make_positions(
     return to_device(columns.astype(np.int32), device), index
 
 
-def make_write_tuple(
-    reqs: list[Req], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def make_write_tuple(reqs: list[Req], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each request's next token goes in the token pool.
 
     A token that nobody will read goes to the last column: a prompt leaves room for at least one

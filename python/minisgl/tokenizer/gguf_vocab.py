@@ -54,7 +54,7 @@ def tokenizer_from_gguf(
 
 
 def set_edges(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Make `tokenizer` put `bos` before and `eos` after a text (when special tokens are asked for)."""
+    """Make `tokenizer` put `bos` before and `eos` after a text, if asked for special tokens."""
     edges = [("BOS", bos), ("EOS", eos)]
     ids = [(name, tokenizer.token_to_id(token)) for name, token in edges if token is not None]
     if ids:
@@ -137,7 +137,7 @@ def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[st
 
 
 def _add_special_tokens(gguf: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
-    """Control tokens are matched whole and may be skipped in decoding; user-defined ones are not."""
+    """Control tokens are matched whole and can be skipped; user-defined ones cannot be."""
     types = _numbers(gguf, "token_type", len(tokens))
     if types is None:
         return

@@ -38,6 +38,8 @@ def load_tokenizer(
     if tokenizer_path is not None:
         place = Path(tokenizer_path)
         return _from_folder(place.parent if place.name == "tokenizer.json" else place)
+    if (Path(model_path) / "tokenizer.json").is_file():
+        return _from_folder(Path(model_path))
     model = resolve_model(model_path)
     if model.kind == "hf":
         return _from_folder(model.path)
@@ -89,15 +91,15 @@ def _text_of(token: Any) -> str | None:
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> SpecialTokens:
     fallback = _read_optional(folder / "special_tokens_map.json")
-    found = {}
+    found: dict[str, str | None] = {}
     for role in ("bos", "eos", "pad", "unk"):
         key = f"{role}_token"
         found[role] = _text_of(config.get(key, fallback.get(key)))
-    return SpecialTokens(**found)
+    return SpecialTokens(found["bos"], found["eos"], found["pad"], found["unk"])
 
 
 def _add_listed_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Enter tokens that tokenizer_config.json lists and tokenizer.json lacks, in order of their ids."""
+    """Enter the tokens that only tokenizer_config.json lists, in order of their ids."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
         return
@@ -115,7 +117,7 @@ def _add_listed_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) ->
 def _apply_edge_flags(
     backend: tokenizers.Tokenizer, config: dict[str, Any], special: SpecialTokens
 ) -> None:
-    """Honour add_bos_token and add_eos_token for the classes in whose tokenizers they have a say."""
+    """Honour add_bos_token and add_eos_token for the classes that look at them."""
     name = str(config.get("tokenizer_class", ""))
     wanted = config.get("add_bos_token"), config.get("add_eos_token")
     if not name.startswith(_CLASSES_WITH_EDGES) or not any(isinstance(w, bool) for w in wanted):
@@ -125,7 +127,9 @@ def _apply_edge_flags(
     for flag, token, place in zip(wanted, (special.bos, special.eos), (0, -1), strict=True):
         token_id = None if token is None else backend.token_to_id(token)
         present = token_id is not None and bool(probe) and probe[place] == token_id
-        edges.append(token if token_id is not None and (present if flag is None else flag) else None)
+        edges.append(
+            token if token_id is not None and (present if flag is None else flag) else None
+        )
     if edges == [None, None]:
         backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
     set_edges(backend, *edges)
@@ -157,5 +161,7 @@ def _configured_eos_ids(folder: Path) -> list[int]:
         for holder in (config, config.get("text_config")):
             value = holder.get("eos_token_id") if isinstance(holder, dict) else None
             values = value if isinstance(value, list) else [value]
-            found += [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
+            found += [
+                v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0
+            ]
     return found

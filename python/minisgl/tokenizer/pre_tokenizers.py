@@ -52,12 +52,12 @@ class PreTokenizerRule:
 
     def pre_tokenizer(self) -> PreTokenizer:
         """The library's object for it; the last step always spells bytes as letters."""
-        steps = [pre_tokenizers.Split(Regex(text), "isolated") for text in self.splits]
+        steps: list[PreTokenizer] = [
+            pre_tokenizers.Split(Regex(text), "isolated") for text in self.splits
+        ]
         if self.single_digits:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
-        steps.append(
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.splits)
-        )
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.splits))
         return pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
 
     def normalizer(self) -> Normalizer | None:

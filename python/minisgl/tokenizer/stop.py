@@ -1,7 +1,7 @@
 """Stop strings in a stream of text. Standard library only.
 
-Invariant: what `push` and `flush` return never contains a stop string or its beginning, and does not
-depend on how the text was cut into pieces.
+Invariant: what comes out never contains a stop string or what began it, and does not depend on how
+the text was cut into pieces.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 class StopStringFilter:
     """Passes text on up to the first stop string, holding back what may yet become one.
 
-    The stop string that is complete first wins; of those complete at the same character, the longest.
+    The stop string that is complete first wins; of those complete at one character, the longest.
     `matched` is the stop string that was met, None before.
     """
 
@@ -44,7 +44,7 @@ class StopStringFilter:
 
     @staticmethod
     def _beginning(text: str, stop: str) -> int:
-        """Where the longest ending of `text` that begins `stop` starts; the end if there is none."""
+        """Where the longest ending of `text` that begins `stop` starts; its end if none does."""
         at = max(0, len(text) - len(stop) + 1)
         while (at := text.find(stop[0], at)) >= 0:
             if stop.startswith(text[at:]):

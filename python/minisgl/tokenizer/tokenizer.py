@@ -1,7 +1,7 @@
 """`Tokenizer`: what users of Hugging Face tokenizers expect, over the `tokenizers` library.
 
-Free of torch. May import `params` and `utils`. Invariant: what the caller can cause (text that is no
-text, ids that are no ids) is a typed error, never an error of the library below.
+Free of torch. May import `params` and `utils`. Invariant: what the caller can cause (text that is
+no text, ids that are no ids) is a typed error, never an error of the library below.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Encoding(dict[str, Any]):
 class Tokenizer:
     """Text to ids and back, for one model.
 
-    backend: the library's tokenizer. more_eos_ids: ids that end an answer besides the tokenizer's own
-    (from config.json and generation_config.json).
+    backend: the library's tokenizer. more_eos_ids: ids that end an answer besides the tokenizer's
+    own (from config.json and generation_config.json).
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Tokenizer:
         except Exception as error:  # lone surrogates; the library raises plain Exception
             raise InvalidRequestError("the text is not valid Unicode", "prompt") from error
 
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
         """The text of some ids (a list, an array, a tensor or one id); unknown ids are nothing."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         ids = [ids] if isinstance(ids, int) else list(ids)
@@ -137,8 +137,8 @@ class Tokenizer:
     def _compiled_template(self) -> ChatTemplate:
         if self.chat_template is None:
             raise ChatTemplateError(
-                f"the model {self.name_or_path} has no chat template: send a plain prompt, or put a "
-                "chat_template.jinja beside the model",
+                f"the model {self.name_or_path} has no chat template: send a plain prompt, or put "
+                "a chat_template.jinja beside the model",
                 "messages",
             )
         special = self.special

@@ -1,0 +1,33 @@
+"""`minisgl demo`: one question, one streamed answer, and how fast it came.
+
+May import everything below `cli`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from minisgl.params import SamplingParams
+from minisgl.shell import interruptible
+
+from .output import Stats, note, opened, write
+
+QUESTION = "What is the capital of France?"
+MAX_TOKENS = 64
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask the question and print the answer as it comes."""
+    start = time.perf_counter()
+    with opened(args) as llm:
+        note(f"loaded {args.model} in {time.perf_counter() - start:.1f} s")
+        write(f"\n> {QUESTION}\n\n")
+        prompt = llm.chat_prompt([{"role": "user", "content": QUESTION}])
+        stats = Stats()
+        events = llm.stream([prompt], SamplingParams(max_tokens=MAX_TOKENS))
+        for event in stats.watch(interruptible(events)):
+            write(event.text)
+        write(f"\n\n{stats.line()}\n")
+        note("next: `minisgl chat` talks to it, `minisgl generate --help` shows more")
+    return 0

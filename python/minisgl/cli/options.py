@@ -1,0 +1,163 @@
+"""Flags that several subcommands share, and what they become: `SamplingParams`, `LLM` arguments.
+
+May import `params`, `config`, `env`. Invariant: every flag has the name that errors about its field
+mention, and a value without meaning is refused here, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from typing import Any
+
+from minisgl.config import GIB, SchedulerConfig
+from minisgl.env import ENV
+from minisgl.params import ConfigError, InvalidRequestError, SamplingParams
+
+DEFAULT_MODEL = "default"
+DEFAULT_MAX_TOKENS = 512
+
+_SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
+_ENGINE = (
+    "dtype",
+    "device",
+    "num_threads",
+    "page_size",
+    "num_page_override",
+    "cpu_kv_cache_bytes",
+    "memory_ratio",
+    "max_running_req",
+    "max_seq_len_override",
+    "max_extend_tokens",
+    "cache_type",
+    "attention_backend",
+)
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, *, shell: bool = False) -> None:
+    """Add the flags of `SamplingParams`; `shell` takes its defaults from the environment."""
+    group = parser.add_argument_group("how tokens are chosen")
+    add = group.add_argument
+    default: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS, "temperature": 0.0}
+    default |= {"top_k": -1, "top_p": 1.0}
+    if shell:
+        default = {name: getattr(ENV, f"SHELL_{name.upper()}").value for name in default}
+    parser.set_defaults(**default)
+    said = "(default %(default)s)"
+    add("--max-tokens", type=int, metavar="N", help=f"longest answer {said}")
+    add("--temperature", type=float, metavar="T", help=f"0: always the likeliest token {said}")
+    add("--top-k", type=int, metavar="K", help=f"only the K likeliest tokens, -1: all {said}")
+    add(
+        "--top-p", type=float, metavar="P", help=f"only the likeliest of total probability P {said}"
+    )
+    add("--min-p", type=float, metavar="P", default=0.0, help="only P times as likely as the first")
+    add("--seed", type=int, metavar="N", help="the same seed draws the same tokens")
+    add("--stop", action="append", metavar="TEXT", default=[], help="end at TEXT; may be repeated")
+    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that become arguments of `LLM`; what is not given stays out."""
+    group = parser.add_argument_group("model and engine")
+    unset: Any = argparse.SUPPRESS
+
+    def add(*flags: str, dest: str, help: str, **kwargs: Any) -> None:
+        group.add_argument(*flags, dest=dest, default=unset, help=help, **kwargs)
+
+    group.add_argument(
+        "--model",
+        "--model-path",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help="a folder, a .gguf file, a hub id, or default: SmolLM2-135M-Instruct",
+    )
+    add("--dtype", dest="dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16")
+    add("--device", dest="device", metavar="NAME", help="auto, cpu or cuda")
+    add("--threads", dest="num_threads", type=int, metavar="N", help="CPU threads, 0: automatic")
+    add("--page-size", dest="page_size", type=int, metavar="N", help="tokens per KV page")
+    add("--num-pages", dest="num_page_override", type=int, metavar="N", help="pages of the KV pool")
+    add(
+        "--kv-memory",
+        dest="cpu_kv_cache_bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help=f"most memory of the KV pool on a CPU, as 512M or 4G (default {2 * GIB >> 30}G)",
+    )
+    add(
+        "--memory-ratio",
+        dest="memory_ratio",
+        type=float,
+        metavar="R",
+        help="share of a GPU's memory",
+    )
+    add(
+        "--max-running-requests",
+        dest="max_running_req",
+        type=int,
+        metavar="N",
+        help="most requests at a time",
+    )
+    add(
+        "--max-seq-len-override",
+        dest="max_seq_len_override",
+        type=int,
+        metavar="N",
+        help="longest request, prompt and answer",
+    )
+    add(
+        "--max-prefill-length",
+        "--max-extend-length",
+        dest="max_extend_tokens",
+        type=int,
+        metavar="N",
+        help="most prompt tokens of one step",
+    )
+    add("--cache-type", dest="cache_type", metavar="TYPE", help="radix or naive")
+    add(
+        "--attention-backend",
+        "--attn",
+        dest="attention_backend",
+        metavar="NAME",
+        help="auto or torch",
+    )
+    group.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from `512M`, `4G`, `1.5GiB` or a plain number."""
+    word = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = word[-1:] if word[-1:].isalpha() else ""
+    try:
+        return int(float(word.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 4G") from error
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The `SamplingParams` that the flags mean."""
+    return SamplingParams(**{name: getattr(args, name) for name in _SAMPLING})
+
+
+def check_sampling(args: argparse.Namespace) -> None:
+    """Raise `ConfigError` naming the flag whose value has no meaning."""
+    try:
+        sampling_params(args).validate()
+    except InvalidRequestError as error:
+        flag = "--" + (error.param or "").replace("_", "-")
+        raise ConfigError(f"{flag}: {error}") from error
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `LLM` that were given, checked."""
+    options = {name: getattr(args, name) for name in _ENGINE if name in args}
+    SchedulerConfig(model_path=args.model, **options)  # raises before torch is loaded
+    return options
+
+
+def set_log_level(args: argparse.Namespace) -> None:
+    """Keep the engine quiet unless the user asked to hear it."""
+    if "MINISGL_LOG_LEVEL" not in os.environ:
+        ENV.LOG_LEVEL.value = "INFO" if args.verbose else "WARNING"
+        logging.getLogger("minisgl").setLevel(ENV.LOG_LEVEL.value)

@@ -1,0 +1,140 @@
+"""The flags of every subcommand, and help that teaches by example. Imports `cli.options` only."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from minisgl.cli.options import add_engine_flags, add_sampling_flags, check_sampling
+
+DESCRIPTION = "Run large language models on this machine, on a CPU or a GPU."
+
+EXAMPLES = """\
+examples:
+  minisgl demo                                 see the default model answer a question
+  minisgl chat                                 talk to it
+  minisgl generate "Once upon a time"          continue a text
+  minisgl generate --chat "Why is the sky blue?" --model path/to/model.gguf
+
+`minisgl COMMAND --help` shows the flags and examples of one command."""
+
+GENERATE_EXAMPLES = """\
+examples:
+  minisgl generate "Once upon a time" --max-tokens 40
+  minisgl generate --chat "Write a haiku." --temperature 0.8 --seed 1
+  cat letter.txt | minisgl generate --chat --system "Summarise this in one sentence."
+  minisgl generate -f questions.txt --chat --json > answers.jsonl
+  minisgl generate "1, 2, 3," --stop 10 --model Qwen/Qwen3-0.6B --dtype float32
+
+The text goes to standard output, statistics and progress to standard error."""
+
+CHAT_EXAMPLES = """\
+examples:
+  minisgl chat
+  minisgl chat --system "You are a pirate." --temperature 0.8
+  echo "What is 2 + 2?" | minisgl chat
+
+Inside: /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the session."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are one line, and which guesses nothing."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        options = {"allow_abbrev": False, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        super().__init__(*args, **{**options, **kwargs})  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where help is, and exit with code 2."""
+        message = message.removeprefix("argument ")
+        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The checked arguments; `.module` names the module whose `run(args)` does the work."""
+    argv = list(argv)
+    if any(flag in argv for flag in ("--shell", "--shell-mode")) and argv[0].startswith("-"):
+        argv = ["chat", *(arg for arg in argv if arg not in ("--shell", "--shell-mode"))]
+    parser = build_parser()
+    if not argv:
+        parser.print_help()
+        raise SystemExit(0)
+    args = parser.parse_args(argv)
+    if "temperature" in args:
+        check_sampling(args)
+    return args
+
+
+def build_parser() -> Parser:
+    """The parser of the whole command."""
+    parser = Parser(prog="minisgl", description=DESCRIPTION, epilog=EXAMPLES)
+    parser.add_argument("--version", action=_Version, help="show the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_generate(commands)
+    _add_chat(commands)
+    _add_demo(commands)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version; the package is asked only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> NoReturn:
+        from minisgl import __version__
+
+        print(f"minisgl {__version__}")
+        parser.exit()
+
+
+def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
+    summary = "continue texts, or answer questions with --chat"
+    parser = commands.add_parser(
+        "generate",
+        usage="minisgl generate [PROMPT ...] [options]",
+        help=summary,
+        epilog=GENERATE_EXAMPLES,
+        description=f"{summary[0].upper()}{summary[1:]}. Without PROMPT and -f, all of standard "
+        "input is one prompt.",
+    )
+    parser.set_defaults(module="minisgl.cli.generate")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="each is answered on its own")
+    parser.add_argument("-f", "--file", metavar="FILE", help="one prompt per line; - is stdin")
+    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    parser.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no statistics, no progress bar")
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+
+
+def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
+    summary = "talk to a model in the terminal"
+    parser = commands.add_parser(
+        "chat",
+        usage="minisgl chat [options]",
+        help=summary,
+        epilog=CHAT_EXAMPLES,
+        description=f"{summary[0].upper()}{summary[1:]}. Reads one message per line when piped.",
+    )
+    parser.set_defaults(module="minisgl.cli.chat")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no statistics")
+    add_sampling_flags(parser, shell=True)
+    add_engine_flags(parser)
+
+
+def _add_demo(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "demo",
+        usage="minisgl demo [options]",
+        help="ask the default model what the capital of France is",
+        description="Ask a model what the capital of France is, and tell how fast it answers.",
+    )
+    parser.set_defaults(module="minisgl.cli.demo")
+    add_engine_flags(parser)

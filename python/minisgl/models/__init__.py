@@ -1,0 +1,26 @@
+"""Models: their numbers, their architectures, and how their weights are loaded.
+
+May import layers 0 to 3.
+"""
+
+from __future__ import annotations
+
+from .blocks import CausalLM
+from .config import ModelConfig, RotaryConfig
+from .registry import create_model
+from .sources import close_sources, load_model_config, open_source
+from .weights import init_dummy_weights, load_model_weights, load_weight, shard_tensor
+
+__all__ = [
+    "CausalLM",
+    "ModelConfig",
+    "RotaryConfig",
+    "close_sources",
+    "create_model",
+    "init_dummy_weights",
+    "load_model_config",
+    "load_model_weights",
+    "load_weight",
+    "open_source",
+    "shard_tensor",
+]

@@ -1,0 +1,298 @@
+"""Weights where they lie: safetensors folders and GGUF files, memory-mapped, by Hugging Face name.
+
+A source lists its tensors without reading them. A tensor is read when it is copied to its place,
+once, and never as a whole model. Pickled weights are refused: loading them can run code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from minisgl.quant.dequant import FLOAT_TYPES, dequantize, dequantize_into
+from minisgl.utils import cached_load_hf_config
+from minisgl.utils.errors import ModelLoadError
+from minisgl.utils.gguf import GGUFFile, GGUFTensor
+from minisgl.utils.model_files import read_json, resolve_model
+
+from .config import ModelConfig
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class SourceTensor(ABC):
+    """One stored tensor. shape: in torch order; nbytes: as stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """It as floats on the CPU; a view of the mapped file where that is possible."""
+
+    def copy_into(self, out: torch.Tensor) -> None:
+        """Write it into `out`, whatever float type and device that has."""
+        out.copy_(self.tensor())
+
+
+@dataclass(slots=True)
+class FloatTensor(SourceTensor):
+    """A tensor that is a view of a mapped safetensors file."""
+
+    name: str
+    view: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """In torch order."""
+        return tuple(self.view.shape)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """As stored."""
+        return self.view.nbytes
+
+    def tensor(self) -> torch.Tensor:
+        """The view."""
+        return self.view
+
+
+@dataclass(slots=True)
+class BlockTensor(SourceTensor):
+    """A GGUF tensor. num_heads: if not 0, its rows are permuted within each of so many heads."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    data: torch.Tensor
+    num_heads: int = 0
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """As stored."""
+        return self.data.nbytes
+
+    def rows(self) -> torch.Tensor:
+        """The stored bytes, uint8 (rows, bytes per row), rows in the order of Hugging Face."""
+        rows = self.data.view(self.shape[0], -1)
+        if not self.num_heads:
+            return rows
+        by_pair = rows.view(self.num_heads, self.shape[0] // self.num_heads // 2, 2, -1)
+        return by_pair.transpose(1, 2).reshape(self.shape[0], -1)
+
+    def tensor(self) -> torch.Tensor:
+        """A view of stored floats, or dequantised float32."""
+        if self.type_name in FLOAT_TYPES:
+            return self.rows().reshape(-1).view(FLOAT_TYPES[self.type_name]).view(self.shape)
+        return dequantize(self.rows(), self.type_name, self.shape)
+
+    def copy_into(self, out: torch.Tensor) -> None:
+        """Dequantise straight into `out`."""
+        if out.device.type == "cpu" and out.is_contiguous():
+            dequantize_into(self.rows(), self.type_name, out)
+        else:
+            out.copy_(self.tensor())
+
+
+class WeightSource(ABC):
+    """All tensors of a model, by their Hugging Face names."""
+
+    path: Path
+
+    @abstractmethod
+    def tensors(self) -> dict[str, SourceTensor]:
+        """Every tensor, in the order of the files."""
+
+    @abstractmethod
+    def config(self) -> ModelConfig:
+        """The model's numbers."""
+
+
+class FolderSource(WeightSource):
+    """A Hugging Face folder: one safetensors file, or shards with an index."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def config(self) -> ModelConfig:
+        """From config.json."""
+        return ModelConfig.from_hf(cached_load_hf_config(self.path))
+
+    def tensors(self) -> dict[str, SourceTensor]:
+        """By the index, or of all files."""
+        index = self.path / INDEX_FILE
+        if index.is_file():
+            return self._read_indexed(read_json(index).get("weight_map"))
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ModelLoadError(self._why_nothing())
+        found: dict[str, SourceTensor] = {}
+        for file in files:
+            for name, tensor in _open_safetensors(file).items():
+                if name in found:
+                    raise ModelLoadError(f"{file}: tensor {name!r} is in two files")
+                found[name] = tensor
+        return found
+
+    def _read_indexed(self, weight_map: object) -> dict[str, SourceTensor]:
+        """Tensors by the index, shard after shard."""
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelLoadError(f"{self.path / INDEX_FILE} has no weight_map")
+        shards: dict[str, list[str]] = {}
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise ModelLoadError(f"{self.path / INDEX_FILE}: {file!r} is no file name")
+            shards.setdefault(file, []).append(name)
+        found: dict[str, SourceTensor] = {}
+        for file, names in shards.items():
+            if not (self.path / file).is_file():
+                raise ModelLoadError(f"{self.path} lacks {file}, which its index names")
+            stored = _open_safetensors(self.path / file)
+            for name in names:
+                if name not in stored:
+                    raise ModelLoadError(f"{self.path / file} lacks {name!r} of the index")
+                found[name] = stored[name]
+        return found
+
+    def _why_nothing(self) -> str:
+        pickled = [p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth")]
+        if pickled:
+            return (
+                f"{self.path} has only pickled weights ({', '.join(sorted(pickled)[:3])}), which "
+                "could run code when loaded: convert them to safetensors"
+            )
+        return f"{self.path} has no *.safetensors files"
+
+
+def _open_safetensors(path: Path) -> dict[str, SourceTensor]:
+    """Views of all tensors of one file; nothing is read yet."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            found: dict[str, SourceTensor] = {}
+            for name in file.keys():
+                found[name] = FloatTensor(name, file.get_tensor(name))
+            return found
+    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+
+
+_GGUF_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_GGUF_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_GGUF_EXPERTS = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+class GGUFSource(WeightSource):
+    """A GGUF file. Names are mapped, q and k of Llama un-permuted, stacked experts taken apart."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def file(self) -> GGUFFile:
+        """The mapped file."""
+        return GGUFFile(self.path)
+
+    def config(self) -> ModelConfig:
+        """From the metadata and the list of tensors."""
+        factors = self.file.tensors.get(_ROPE_FACTORS)
+        values = None if factors is None else self._block(_ROPE_FACTORS, factors).tensor().tolist()
+        return ModelConfig.from_gguf(self.file.metadata, self.file.tensors, values)
+
+    def tensors(self) -> dict[str, SourceTensor]:
+        """All tensors but those that belong to the config."""
+        config = self.config()
+        permuted: dict[str, int] = {}
+        if self.file.metadata["general.architecture"] == "llama":
+            permuted = {"attn_q": config.num_qo_heads, "attn_k": config.num_kv_heads}
+        found: dict[str, SourceTensor] = {}
+        for name, stored in self.file.tensors.items():
+            if name == _ROPE_FACTORS:
+                continue
+            match = _BLOCK.fullmatch(name)
+            layer, part, kind = match.groups() if match else ("", "", "")
+            if part in _GGUF_EXPERTS:
+                for tensor in self._experts(f"model.layers.{layer}.mlp.experts", part, stored):
+                    found[tensor.name] = tensor
+                continue
+            hf_name = _GGUF_NAMES.get(name, name)
+            if part in _GGUF_BLOCK_NAMES:
+                hf_name = f"model.layers.{layer}.{_GGUF_BLOCK_NAMES[part]}.{kind}"
+            num_heads = permuted.get(part, 0)
+            if num_heads and stored.shape[0] % (2 * num_heads):
+                raise ModelLoadError(f"{self.path}: {name} does not divide into {num_heads} heads")
+            found[hf_name] = self._block(hf_name, stored, num_heads)
+        return found
+
+    def _block(self, name: str, stored: GGUFTensor, num_heads: int = 0) -> BlockTensor:
+        data = torch.from_numpy(stored.data)
+        return BlockTensor(name, tuple(stored.shape), stored.type_name, data, num_heads)
+
+    def _experts(self, prefix: str, part: str, stored: GGUFTensor) -> list[BlockTensor]:
+        if len(stored.shape) != 3:
+            raise ModelLoadError(f"{self.path}: {stored.name} is not 3-D but {stored.shape}")
+        pieces = torch.from_numpy(stored.data).view(stored.shape[0], -1)
+        return [
+            BlockTensor(
+                f"{prefix}.{expert}.{_GGUF_EXPERTS[part]}.weight",
+                tuple(stored.shape[1:]),
+                stored.type_name,
+                piece,
+            )
+            for expert, piece in enumerate(pieces)
+        ]
+
+
+_last_opened: list[tuple[tuple[str, int, int], WeightSource]] = []
+
+
+def open_source(path: str | os.PathLike[str]) -> WeightSource:
+    """The weights that `path` means; the last one opened is kept, so asking twice is cheap."""
+    resolved = resolve_model(path)
+    stat = resolved.path.stat()
+    key = (str(resolved.path), stat.st_mtime_ns, stat.st_size)
+    if not _last_opened or _last_opened[0][0] != key:
+        kind = GGUFSource if resolved.kind == "gguf" else FolderSource
+        _last_opened[:] = [(key, kind(resolved.path))]
+    return _last_opened[0][1]
+
+
+def close_sources() -> None:
+    """Let go of the file that was opened last."""
+    _last_opened.clear()
+
+
+def load_model_config(path: str | os.PathLike[str]) -> ModelConfig:
+    """The config of a model folder or a GGUF file (whatever `resolve_model` finds at `path`)."""
+    return open_source(path).config()

@@ -1,0 +1,266 @@
+"""From stored tensors to a model's weights: merged, sharded, streamed into their final place.
+
+Q, K and V become `qkv_proj`, gate and up become `gate_up_proj`, experts are stacked. One weight is
+finished before the next is begun, so a load needs the model's memory and one tensor more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from minisgl.distributed import DistributedInfo, current_tp_info
+from minisgl.layers import BaseOP, Parameter, vocab_range
+from minisgl.quant import Weight
+from minisgl.utils.errors import ModelLoadError
+
+from .blocks import CausalLM
+from .sources import SourceTensor, close_sources, open_source
+
+Progress = Callable[[int, int], None]
+Pack = Callable[[str, list[SourceTensor]], Weight | None]
+
+_MERGED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_USELESS = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+
+
+@dataclass(slots=True)
+class Slot:
+    """One weight of the model and the stored tensors it is made of, by (expert, place) in order."""
+
+    name: str
+    parts: dict[tuple[int, int], SourceTensor] = field(default_factory=dict)
+    num_places: int = 1
+    is_stacked: bool = False
+
+    def check_complete(self) -> None:
+        """`ModelLoadError` if a part is missing."""
+        experts = 1 + max(expert for expert, _ in self.parts)
+        for expert in range(experts):
+            for place in range(self.num_places):
+                if (expert, place) not in self.parts:
+                    have = ", ".join(part.name for part in self.parts.values())
+                    raise ModelLoadError(f"weights: {self.name} is incomplete, only {have}")
+
+    @property
+    def ordered(self) -> list[SourceTensor]:
+        """The parts from top to bottom."""
+        return [self.parts[key] for key in sorted(self.parts)]
+
+
+def plan_slots(tensors: dict[str, SourceTensor]) -> dict[str, Slot]:
+    """Which stored tensors make up which weight, in the order of the files."""
+    slots: dict[str, Slot] = {}
+    for name, tensor in tensors.items():
+        if _USELESS.fullmatch(name):
+            continue
+        expert, place, is_stacked = 0, 0, False
+        match = _EXPERT.fullmatch(name)
+        if match:
+            prefix, index, kind = match.groups()
+            merged, place = _MERGED.get(kind, (kind, 0))
+            slot_name, expert, is_stacked = f"{prefix}.{merged}", int(index), True
+        else:
+            owner, _, kind = name.rpartition(".")
+            prefix, _, module = owner.rpartition(".")
+            merged, place = _MERGED.get(module, (module, 0))
+            slot_name = f"{prefix}.{merged}.{kind}" if prefix else name
+        slot = slots.setdefault(slot_name, Slot(slot_name))
+        slot.is_stacked = is_stacked
+        if is_stacked or module in _MERGED:
+            slot.num_places = _PARTS.get(merged, 1)
+        slot.parts[expert, place] = tensor
+    for slot in slots.values():
+        slot.check_complete()
+    return slots
+
+
+def shard_tensor(
+    name: str, w: torch.Tensor, rank: int, size: int, num_kv_heads: int | None = None
+) -> torch.Tensor:
+    """One rank's part of a stored tensor, a view.
+
+    Q, gate and up are split by output, O and down by input, the vocabulary by row (the last rank
+    may have less). K and V are split by head; of fewer heads than ranks, each gets a whole one.
+    """
+    if size == 1:
+        return w
+    owner, _, kind = name.rpartition(".")
+    module = owner.rpartition(".")[2] if kind in ("weight", "bias") else kind
+    if module in ("k_proj", "v_proj") and num_kv_heads is not None and num_kv_heads < size:
+        if size % num_kv_heads:
+            raise ModelLoadError(f"{num_kv_heads} key-value heads cannot be copied to {size} ranks")
+        return _chunk(name, w, 0, rank * num_kv_heads // size, num_kv_heads)
+    if module in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+        return _chunk(name, w, 0, rank, size)
+    if module in ("o_proj", "down_proj"):
+        return w if kind == "bias" else _chunk(name, w, -1, rank, size)
+    if module == "gate_up_proj":  # experts already stacked: (experts, gate over up, hidden)
+        gate, up = w.chunk(2, dim=-2)
+        halves = [_chunk(name, half, -2, rank, size) for half in (gate, up)]
+        return torch.cat(halves, dim=-2)
+    if module in ("embed_tokens", "lm_head"):
+        start, length = vocab_range(w.shape[0], rank, size)
+        return w[start : start + length]
+    return w
+
+
+def _chunk(name: str, w: torch.Tensor, dim: int, index: int, count: int) -> torch.Tensor:
+    if w.shape[dim] % count:
+        raise ModelLoadError(f"{name} of shape {tuple(w.shape)} cannot be split {count} ways")
+    return w.chunk(count, dim)[index]
+
+
+def load_weight(
+    path: str | os.PathLike[str], device: torch.device | str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every weight, merged, this rank's part, on `device`, in the stored type.
+
+    What is quantised comes as float32. A tied head that the file stores comes too.
+    """
+    source = open_source(path)
+    tp_info = current_tp_info()
+    num_kv_heads = source.config().num_kv_heads if tp_info.size > 1 else None
+    for slot in plan_slots(source.tensors()).values():
+        parts = [
+            shard_tensor(part.name, part.tensor(), tp_info.rank, tp_info.size, num_kv_heads)
+            for part in slot.ordered
+        ]
+        tensor = parts[0] if len(parts) == 1 else torch.cat([p.to(parts[0].dtype) for p in parts])
+        if slot.is_stacked:
+            tensor = tensor.view(len(parts) // slot.num_places, -1, *tensor.shape[1:])
+        yield slot.name, tensor.to(device)
+
+
+def load_model_weights(
+    model: CausalLM,
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    pack: Pack | None = None,
+) -> None:
+    """Give `model` (made on any device, also meta) the weights at `path`, stored as `dtype`.
+
+    progress: called with (bytes done, bytes in all) of the file. pack: may turn the parts of a
+    matrix into a packed `Weight`; where it returns None the matrix becomes floats.
+    """
+    slots = plan_slots(open_source(path).tensors())
+    owners = {name: (owner, attribute) for name, owner, attribute in model.slots()}
+    _check_names(owners, slots, model.ignored_keys())
+    tp_info = current_tp_info()
+    total = sum(part.nbytes for name in owners for part in slots[name].ordered)
+    done = 0
+    for name, slot in slots.items():
+        if name not in owners:
+            continue
+        owner, attribute = owners[name]
+        shape = tuple(getattr(owner, attribute).shape)
+        weight: Parameter | None = None
+        if pack is not None and len(shape) == 2 and tp_info.size == 1:
+            _check_rows(slot, shape)
+            weight = pack(name, slot.ordered)
+        if weight is None:
+            weight = _assemble(slot, shape, torch.device(device), dtype, model, tp_info)
+        setattr(owner, attribute, weight)
+        done += sum(part.nbytes for part in slot.ordered)
+        if progress is not None:
+            progress(done, total)
+    close_sources()
+
+
+def _check_names(
+    owners: dict[str, tuple[BaseOP, str]], slots: dict[str, Slot], ignored: set[str]
+) -> None:
+    missing = [name for name in owners if name not in slots]
+    if missing:
+        raise ModelLoadError(f"weights: missing {_some(missing)}")
+    extra = [name for name in slots if name not in owners and name not in ignored]
+    if extra:
+        raise ModelLoadError(f"weights: the model has no place for {_some(extra)}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def _check_rows(slot: Slot, shape: tuple[int, ...]) -> None:
+    rows = sum(part.shape[0] for part in slot.ordered)
+    if (rows, *slot.ordered[0].shape[1:]) != shape or len({p.shape[1:] for p in slot.ordered}) != 1:
+        raise _wrong_shape(slot, shape)
+
+
+def _wrong_shape(slot: Slot, shape: tuple[int, ...]) -> ModelLoadError:
+    stored = " + ".join(f"{part.name} {part.shape}" for part in slot.ordered[:3])
+    return ModelLoadError(f"weights: {slot.name} must be {shape}, the file has {stored}")
+
+
+def _assemble(
+    slot: Slot,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    model: CausalLM,
+    tp_info: DistributedInfo,
+) -> torch.Tensor:
+    """The weight as one float tensor, each part written into its rows."""
+    parts = slot.ordered
+    if len(parts) == 1 and tp_info.size == 1 and not slot.is_stacked:
+        if parts[0].shape != shape:
+            raise _wrong_shape(slot, shape)
+        if device.type == "cpu" and not hasattr(parts[0], "type_name"):
+            return parts[0].tensor().to(dtype)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    target = out.view(-1, *shape[2:]) if slot.is_stacked else out
+    start = 0
+    for part in parts:
+        sharded: torch.Tensor | None = None
+        part_shape = part.shape
+        if tp_info.size > 1:
+            sharded = shard_tensor(
+                part.name, part.tensor(), tp_info.rank, tp_info.size, model.config.num_kv_heads
+            )
+            part_shape = tuple(sharded.shape)
+        stop = start + part_shape[0]
+        if stop > len(target) or part_shape[1:] != tuple(target.shape[1:]):
+            raise _wrong_shape(slot, shape)
+        if sharded is None:
+            part.copy_into(target[start:stop])
+        else:
+            target[start:stop].copy_(sharded)
+        start = stop
+    if start != len(target):
+        raise _wrong_shape(slot, shape)
+    return out
+
+
+def init_dummy_weights(
+    model: CausalLM, *, device: torch.device | str, dtype: torch.dtype, seed: int = 0
+) -> None:
+    """Small random weights instead of loaded ones; norms are 1, biases 0."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    for name, owner, attribute in list(model.slots()):
+        shape = tuple(getattr(owner, attribute).shape)
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        if "norm" in name:
+            weight.fill_(1.0)
+        elif name.endswith("bias"):
+            weight.zero_()
+        else:
+            bound = 1.0 / max(1, shape[-1]) ** 0.5
+            weight.uniform_(-bound, bound, generator=generator)
+        setattr(owner, attribute, weight)

@@ -1,0 +1,10 @@
+"""The terminal chat: a conversation that remembers, and the loop that reads lines.
+
+May import layers 0 to 7. Invariant: an answer that is stopped or fails leaves the session usable.
+"""
+
+from .conversation import Chat
+from .interrupt import interruptible
+from .repl import run_repl
+
+__all__ = ["Chat", "interruptible", "run_repl"]

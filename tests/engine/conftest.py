@@ -1,0 +1,38 @@
+"""A tiny model and an engine of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.engine import Engine, EngineConfig
+
+from tests.llm.tiny import write_model
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random llama."""
+    return write_model(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+@pytest.fixture
+def make_engine(tiny_model: Path) -> Iterator[MakeEngine]:
+    """Make an engine of the tiny model, float32, on the CPU; shut down at the end of the test."""
+    made: list[Engine] = []
+
+    def make(**fields: Any) -> Engine:
+        defaults = {"dtype": "float32", "device": "cpu", "num_page_override": 64}
+        config = EngineConfig(str(tiny_model), **{**defaults, "max_running_req": 4, **fields})
+        made.append(Engine(config))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        if "model" in vars(engine):
+            engine.shutdown()

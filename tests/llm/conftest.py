@@ -1,0 +1,45 @@
+"""Models for the tests of `LLM`: a tiny one, and a maker of LLMs that are shut down afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.llm import LLM
+
+from tests.llm.tiny import write_model
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random llama."""
+    return write_model(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+@pytest.fixture
+def make_llm(tiny_model: Path) -> Iterator[MakeLLM]:
+    """Make an LLM of the tiny model, float32 and small; shut down at the end of the test."""
+    made: list[LLM] = []
+
+    def make(path: Any = tiny_model, **fields: Any) -> LLM:
+        fields = {"dtype": "float32", "num_page_override": 512, "max_running_req": 16, **fields}
+        made.append(LLM(str(path), **fields))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        if hasattr(llm, "engine"):
+            llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    """One LLM for the tests of a module that leave it as it was."""
+    shared = LLM(str(tiny_model), dtype="float32", num_page_override=512, max_running_req=16)
+    yield shared
+    shared.shutdown()

@@ -1,0 +1,159 @@
+"""The properties of RELIABILITY.md that can be read off a scheduler between two steps.
+
+They are written apart from the scheduler's own `check_integrity`, which they also call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minisgl.core import Req
+from minisgl.kvcache import RadixPrefixCache
+from minisgl.utils import div_ceil
+
+from .engine import Violation
+
+if TYPE_CHECKING:
+    from .world import World
+
+OWNED, CACHED = 1, 2
+MAX_EARLY_ABORTS = 4096
+
+
+def live_reqs(world: World) -> dict[int, Req]:
+    """The owner of each row in use, gathered from every place where a request can be."""
+    scheduler = world.scheduler
+    queue = scheduler.prefill_manager.pending_list
+    live: dict[int, Req] = {}
+    halves = [pending.chunked_req for pending in queue if pending.chunked_req is not None]
+    last_steps = [
+        req
+        for event in world.engine.in_flight
+        for req in event.batch.reqs
+        if req.is_sampled and not req.can_decode and req.finish_reason is None
+    ]
+    for req in [*scheduler.decode_manager.running_reqs, *halves, *scheduler.finished_reqs]:
+        if req.table_idx in live:
+            raise Violation(f"I3: row {req.table_idx} is held by {live[req.table_idx]} and {req}")
+        live[req.table_idx] = req
+    for req in last_steps:
+        if live.setdefault(req.table_idx, req) is not req:
+            raise Violation(f"I3: row {req.table_idx} is held by {live[req.table_idx]} and {req}")
+    return live
+
+
+def check_rows(world: World) -> None:
+    """I3, and the part of I8 that is about rows."""
+    table = world.scheduler.table_manager
+    live = live_reqs(world)
+    taken = {row for row in range(world.config.num_rows) if row not in table._free_rows}
+    if taken != set(live):
+        raise Violation(f"I3: rows {sorted(taken)} are taken, {sorted(live)} are in use")
+    if len(table._free_rows) + len(taken) != world.config.num_rows:
+        raise Violation(f"I3: the free rows {table._free_rows} name one twice")
+    for event in world.engine.in_flight:
+        for req in event.batch.reqs:
+            owner = live.get(req.table_idx)
+            if owner is None or owner.uid != req.uid:
+                raise Violation(f"I3: row {req.table_idx} is given away while {req} is in flight")
+    owners = {row: req.uid for row, (req, _) in world.scheduler.cache_manager._owners.items()}
+    if owners != {row: req.uid for row, req in live.items()}:
+        raise Violation(f"I1: pages are held for {owners}, rows for {live}")
+    world.live = live
+
+
+def check_pages(world: World) -> None:
+    """I1, I2, and that what is promised can be kept (I7)."""
+    manager, page_size = world.scheduler.cache_manager, world.config.page_size
+    num_pages = world.config.num_pages
+    free = manager.free_slots.numpy()
+    cached = _resident(manager.prefix_cache)
+    locked, owned, ends = [], [], []
+    for row, req in world.live.items():
+        locations = world.engine.table[row]
+        locked_len = req.cache_handle.cached_len if req.cache_handle is not None else 0
+        end = manager._owners[row][1] * page_size
+        if end < req.cached_len:
+            raise Violation(f"I7: {req} owns pages for {end} tokens only")
+        locked.append(locations[:locked_len])
+        owned.append(locations[locked_len:end])
+        ends.append(locations[:end])
+    kinds = np.concatenate([free, *(part[::page_size] for part in owned), cached[::page_size]])
+    counts = np.bincount(kinds // page_size, minlength=num_pages)
+    if len(counts) != num_pages or (counts != 1).any():
+        raise Violation(f"I1: pages are owned {counts.tolist()} times; {describe(world)}")
+    if ends:
+        in_rows = np.concatenate(ends).reshape(-1, page_size)
+        if page_size > 1 and ((in_rows - in_rows[:, :1]) != np.arange(page_size)).any():
+            raise Violation("I1: a row tears a page apart")
+        is_free = np.zeros(num_pages, dtype=bool)
+        is_free[free // page_size] = True
+        if is_free[in_rows[:, 0] // page_size].any():
+            raise Violation("I2: a live row names a free page")
+        is_cached = np.zeros(num_pages, dtype=bool)
+        is_cached[cached // page_size] = True
+        if not is_cached[np.concatenate(locked) // page_size].all():
+            raise Violation("I1: a locked prefix is not in the cache")
+    growth = sum(worst_growth(world, req) for req in world.live.values())
+    if growth > manager.available_pages:
+        raise Violation(f"I7: {growth} pages are promised, {manager.available_pages} available")
+
+
+def worst_growth(world: World, req: Req) -> int:
+    """Pages that a live request may still take, counted afresh."""
+    if req.finish_reason is not None:
+        return 0
+    script = world.engine.scripts[req.uid]
+    longest = script.prompt_len + world.book[req.uid].max_tokens - 1
+    page_size = world.config.page_size
+    return max(div_ceil(longest, page_size) - div_ceil(req.cached_len, page_size), 0)
+
+
+def check_tree(world: World) -> None:
+    """I4 and I5 with the handles of the live requests, and the manager's own check."""
+    handles = [req.cache_handle for req in world.live.values() if req.cache_handle is not None]
+    world.scheduler.cache_manager.prefix_cache.check_integrity(handles)
+    world.scheduler.cache_manager.check_integrity(full=False)
+
+
+def check_idle(world: World) -> None:
+    """I11: only the cache may hold pages, and every map is empty but that of early aborts."""
+    scheduler = world.scheduler
+    rest: dict[str, Any] = {
+        "queue": scheduler.prefill_manager.pending_list,
+        "running": scheduler.decode_manager.running_reqs,
+        "finished": scheduler.finished_reqs,
+        "in flight": scheduler._num_in_flight,
+        "owners": scheduler.cache_manager._owners,
+        "outbox": scheduler._outbox,
+    }
+    left = {name: len(items) for name, items in rest.items() if len(items)}
+    if left or scheduler.table_manager.available_size != world.config.num_rows:
+        raise Violation(f"I11: idle, but {left} remain")
+    if len(scheduler._early_aborts) > MAX_EARLY_ABORTS:
+        raise Violation("I11: the list of early aborts is not bounded")
+    manager = scheduler.cache_manager
+    manager.check_integrity()
+    held = manager.prefix_cache.size_info
+    free = len(manager.free_slots) * world.config.page_size
+    if held.protected_size or held.total_size + free != world.engine.dummy:
+        raise Violation(f"I11: idle with {held} cached and {free} tokens free")
+
+
+def describe(world: World) -> str:
+    """The page books in one line."""
+    manager = world.scheduler.cache_manager
+    return (
+        f"free {manager.free_slots.tolist()}, live {list(world.live.values())}, "
+        f"cache {_resident(manager.prefix_cache).tolist()}"
+    )
+
+
+def _resident(cache: Any) -> np.ndarray:
+    """Every location in the cache, gathered without torch."""
+    if not isinstance(cache, RadixPrefixCache):
+        return np.empty(0, dtype=np.int32)
+    parts = [node.indices.numpy() for node in cache._nodes() if not node.is_root]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)

@@ -1,0 +1,178 @@
+"""Random worlds and random histories, each from one seed.
+
+A `Case` is all that a run depends on; it is written as one line of JSON, printed when a run
+fails, and replayed from tests/sim/seeds/ for ever.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .engine import STAGES, Violation
+from .world import World, WorldConfig
+
+MAX_QUEUE = 12
+SALTS = ("", "", "", "", "", "a", "b")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One reproducible run. What the seed does not fix is given here."""
+
+    seed: int
+    page_size: int = 1
+    cache_type: str = "radix"
+    overlap: bool = False
+    num_steps: int = 1000
+
+    def to_json(self) -> str:
+        """One line that `from_json` reads back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """A case from its line."""
+        return cls(**json.loads(text))
+
+
+def random_config(case: Case, rng: random.Random) -> WorldConfig:
+    """A world whose size hurts: few pages, few rows, a budget from 1."""
+    num_pages = rng.choice([2, 3, rng.randint(4, 12), rng.randint(4, 60), rng.randint(4, 60)])
+    return WorldConfig(
+        page_size=case.page_size,
+        num_pages=num_pages,
+        num_rows=rng.choice([1, 2, 3, rng.randint(2, 8)]),
+        budget=rng.choice([1, 2, rng.randint(1, 8), rng.randint(4, 64), 10_000]),
+        cache_type=case.cache_type,
+        overlap=case.overlap,
+        vocab_size=rng.choice([2, 3, 5, 9]),
+        max_len=rng.choice([256, 256, rng.randint(2, 64)]),
+        pad_decode_to=rng.choice([1, 1, 2, 4]),
+    )
+
+
+class Driver:
+    """Feeds one world random events. `pressure` is how many events a step gets on average."""
+
+    def __init__(self, world: World, rng: random.Random) -> None:
+        self.world = world
+        self.rng = rng
+        self.next_uid = 0
+        self.pressure = rng.choice([0.05, 0.2, 0.5])
+        self.abort_rate = rng.choice([0.0, 0.1, 0.4])
+        self.fault_rate = rng.choice([0.0, 0.0, 0.1])
+        self.prompts: list[list[int]] = [[]]
+        self.reserved: list[int] = []
+
+    def step(self) -> None:
+        """A few random events, then one step of the scheduler."""
+        rng = self.rng
+        while rng.random() < self.pressure:
+            self._one_event()
+        if not self.world.is_busy and rng.random() < 0.8:
+            self._submit(self._new_uid())
+        if self.fault_rate and rng.random() < self.fault_rate / 10:
+            self.world.engine.fails_at = rng.choice(STAGES)
+        self.world.step()
+
+    def _one_event(self) -> None:
+        rng = self.rng
+        draw = rng.random()
+        if draw < self.abort_rate:
+            self._abort()
+        elif draw > 0.99:
+            self.world.flush()
+        elif draw > 0.988:
+            self.world.reset()
+        elif self.reserved and rng.random() < 0.3:
+            self._submit(self.reserved.pop(0))
+        elif len(self.world.queue) < MAX_QUEUE:
+            for _ in range(rng.choice([1, 1, 1, 2, 4])):
+                self._submit(self._new_uid())
+
+    def _new_uid(self) -> int:
+        self.next_uid += 1
+        return self.next_uid - 1
+
+    def _abort(self) -> None:
+        """A live request, a recent one, any, an unknown one, or one yet to be submitted."""
+        rng, live = self.rng, self.world.live
+        if live and rng.random() < 0.5:
+            uid = live[rng.choice(sorted(live))].uid
+        elif rng.random() < 0.1:
+            uid = self._new_uid()
+            if rng.random() < 0.5:
+                self.reserved.append(uid)
+        else:
+            first = max(self.next_uid - 12, 0) if rng.random() < 0.9 else 0
+            uid = rng.randint(first, self.next_uid)
+            if uid == self.next_uid:
+                uid = self._new_uid()  # unknown, and never to be submitted
+        self.world.abort(uid)
+        if rng.random() < 0.1:
+            self.world.abort(uid)
+
+    def _submit(self, uid: int) -> None:
+        rng, limit = self.rng, self.world.engine.max_seq_len
+        prompt = self._prompt(limit)
+        rest = max(limit - len(prompt), 1)
+        short = min(rest, rng.choice([4, 4, 2 * self.world.config.page_size]))
+        max_tokens = rng.choice([1, rng.randint(1, short), rng.randint(1, short), rest + 2])
+        self.world.submit(
+            uid,
+            prompt,
+            max_tokens,
+            salt=rng.choice(SALTS),
+            ignore_eos=rng.random() < 0.5,
+            stop_ids=[1] if rng.random() < 0.1 else [],
+            nan_after=rng.randint(0, 3) if rng.random() < self.fault_rate else None,
+        )
+
+    def _prompt(self, limit: int) -> list[int]:
+        """The same again, another end to an old one, a longer one, or something new."""
+        rng, vocab_size = self.rng, self.world.config.vocab_size
+        kind = rng.random()
+        prompt = list(rng.choice(self.prompts))
+        if kind < 0.7:
+            prompt = prompt[: rng.randint(0, len(prompt))] if kind > 0.2 else prompt
+            num_new = rng.choice([0, 1, rng.randint(0, 2 * self.world.config.page_size)])
+        else:
+            prompt, num_new = [], rng.randint(1, min(limit, 40) + 1)
+        if kind > 0.9 and self.next_uid:
+            entry = self.world.book.get(rng.randrange(max(self.next_uid - 20, 0), self.next_uid))
+            if entry is not None:  # the next turn of a conversation
+                prompt, num_new = entry.prompt + entry.answer, rng.randint(0, 2)
+        prompt += [rng.randrange(vocab_size) for _ in range(num_new)]
+        if len(prompt) >= limit and rng.random() < 0.95:
+            prompt = prompt[: limit - 1]
+        self.prompts = [*self.prompts[-7:], prompt]
+        return prompt
+
+
+def run_case(
+    case: Case, *, checks_all: bool = True, prepare: Callable[[World], None] | None = None
+) -> World:
+    """Run one case to its end; what goes wrong is raised with the case's line.
+
+    prepare: called with the world before its first step, to break it or to watch it.
+    """
+    logging.getLogger("minisgl").setLevel(logging.CRITICAL)  # injected faults are not news
+    rng = random.Random(case.to_json())
+    world = World(random_config(case, rng), checks_all=checks_all)
+    driver = Driver(world, rng)
+    if prepare is not None:
+        prepare(world)
+    try:
+        for _ in range(case.num_steps):
+            driver.step()
+        world.drain()
+        world.flush()
+    except Exception as error:
+        where = f"step {world.num_steps} of {case.to_json()} in {world.config}"
+        raise Violation(f"{type(error).__name__}: {error}\n  at {where}") from error
+    return world

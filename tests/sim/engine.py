@@ -1,0 +1,236 @@
+"""The simulated engine: a shadow KV of token ids in place of K and V.
+
+A forward writes each new token and its salt into its slot, then reads every request's row back,
+from the snapshot that `prepare` took, and demands that it spells exactly the request's own tokens.
+Work happens at launch, in stream order; the host sees tokens only after `synchronize`. Violations
+are collected, because the scheduler turns exceptions of an engine into errors of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl.core import Batch, Req
+from minisgl.params import SamplingParams
+from minisgl.utils import align_ceil
+
+from .oracle import mix, weighted
+
+STAGES = ("pad", "prepare", "forward", "sample")
+NEVER_WRITTEN = -7
+POISON = -99
+NOT_YET = -55
+
+
+class Violation(AssertionError):
+    """A property of RELIABILITY.md does not hold."""
+
+
+class InjectedFault(RuntimeError):
+    """A forward pass that was told to fail."""
+
+
+@dataclass
+class Script:
+    """What the engine knows of a request beforehand.
+
+    tokens: the prompt and everything that may follow. nan_after: so many tokens are sampled before
+    the logits go bad, None for never.
+    """
+
+    uid: int
+    prompt_len: int
+    tokens: np.ndarray
+    salt_id: int
+    nan_after: int | None = None
+    computed: int | None = None
+    is_spoilt: bool = False
+
+
+@dataclass
+class SimEvent:
+    """Reveals the tokens of a step when it is waited for."""
+
+    engine: SimEngine
+    batch: Batch
+    hidden: torch.Tensor
+    visible: torch.Tensor
+
+    def synchronize(self) -> None:
+        self.visible.copy_(self.hidden)
+        self.engine.in_flight = [event for event in self.engine.in_flight if event is not self]
+
+
+@dataclass
+class SimOutput:
+    next_tokens_gpu: torch.Tensor
+    next_tokens_cpu: torch.Tensor
+    copy_done_event: SimEvent
+
+
+@dataclass
+class SimEngine:
+    """Implements `EngineProtocol`; decode batches are padded to a multiple of `pad_decode_to`."""
+
+    num_pages: int
+    page_size: int
+    num_rows: int
+    vocab_size: int
+    budget: int
+    max_len: int = 1 << 30
+    pad_decode_to: int = 1
+    scripts: dict[int, Script] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    in_flight: list[SimEvent] = field(default_factory=list)
+    failing_uids: set[int] = field(default_factory=set)
+    trace: list[Any] = field(default_factory=list)
+    fails_at: str | None = None
+    last_started: int = -1
+
+    def __post_init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.max_seq_len = min(self.max_len, self.num_pages * self.page_size)
+        self.dummy = self.num_pages * self.page_size
+        width = align_ceil(self.max_seq_len, self.page_size)
+        self.page_table = torch.full((self.num_rows + 1, width), self.dummy, dtype=torch.int32)
+        self.table = self.page_table.numpy()
+        self.shadow = np.full(self.dummy + self.page_size, NEVER_WRITTEN, dtype=np.int64)
+        params = SamplingParams(max_tokens=1)
+        ids = torch.zeros(1, dtype=torch.int32)
+        self.dummy_req = Req(ids, self.num_rows, 0, 1, -1, params)
+
+    def violate(self, what: str) -> None:
+        """Note that a property does not hold; the world raises at the end of the step."""
+        self.violations.append(what)
+
+    def maybe_fail(self, stage: str, batch: Batch) -> None:
+        """Raise once where it was asked for: in "pad", "prepare", "forward" or "sample"."""
+        if self.fails_at == stage:
+            self.fails_at = None
+            self.failing_uids.update(req.uid for req in batch.reqs)
+            raise InjectedFault(f"told to fail in {stage}")
+
+    def pad_batch(self, batch: Batch) -> None:
+        self.maybe_fail("pad", batch)
+        missing = -batch.size % self.pad_decode_to if batch.is_decode else 0
+        if missing:
+            batch.padded_reqs = batch.reqs + [self.dummy_req] * missing
+
+    def prepare(self, batch: Batch) -> np.ndarray:
+        """The locations of all tokens of the batch's requests, request after request."""
+        self.maybe_fail("prepare", batch)
+        rows = [self.table[req.table_idx, : req.device_len] for req in batch.reqs]
+        batch.attn_metadata = np.concatenate(rows)  # type: ignore[assignment]
+        return batch.attn_metadata  # type: ignore[return-value]
+
+    @contextmanager
+    def launch_order(self) -> Iterator[None]:
+        yield
+
+    def forward(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Write, read back, compare; returns the tokens read and where each request's end."""
+        self._check_batch(batch)
+        self.maybe_fail("forward", batch)
+        scripts = [self.scripts[req.uid] for req in batch.reqs]
+        lens = np.array([req.device_len for req in batch.reqs])
+        self._write(batch, scripts)
+        locations: Any = batch.attn_metadata
+        stored = self.shadow[locations]
+        expected = np.concatenate(
+            [s.tokens[:n] + s.salt_id * self.vocab_size for s, n in zip(scripts, lens)]
+        )
+        if not np.array_equal(stored, expected):
+            self._explain(batch, scripts, stored, expected, lens)
+        return stored % self.vocab_size, lens
+
+    def sample(self, batch: Batch, logits: tuple[np.ndarray, np.ndarray], args: Any) -> SimOutput:
+        """Hash what was read; a chunk's token is garbage that nobody may use."""
+        self.maybe_fail("sample", batch)
+        tokens, lens = logits
+        starts = np.cumsum(lens) - lens
+        positions = np.arange(len(tokens)) - np.repeat(starts, lens)
+        sums = np.add.reduceat(weighted(tokens, positions), starts).tolist()
+        chosen = [
+            self._choose(req, total) if req.is_sampled else self.vocab_size + 5
+            for req, total in zip(batch.reqs, sums)
+        ]
+        hidden = torch.tensor(chosen, dtype=torch.int32)
+        visible = torch.full_like(hidden, NOT_YET)
+        event = SimEvent(self, batch, hidden, visible)
+        self.in_flight.append(event)
+        self.trace.append((batch.phase, [r.uid for r in batch.reqs], args.tobytes(), chosen))
+        return SimOutput(hidden, visible, event)
+
+    def _choose(self, req: Req, total: int) -> int:
+        script = self.scripts[req.uid]
+        if script.nan_after is not None and req.device_len >= script.prompt_len + script.nan_after:
+            self._spoil(req, script)
+            return -1
+        return mix(total, self.vocab_size)
+
+    def _spoil(self, req: Req, script: Script) -> None:
+        """Bad logits mean bad KV: whoever reads these slots from now on would see it."""
+        script.is_spoilt = True
+        own = self.table[req.table_idx, req.cached_len : req.device_len]
+        self.shadow[own] = POISON
+        self.failing_uids.add(req.uid)
+
+    def _write(self, batch: Batch, scripts: list[Script]) -> None:
+        lens = [req.extend_len for req in batch.padded_reqs]
+        num_real = sum(lens[: batch.size])
+        salts = np.repeat([s.salt_id * self.vocab_size for s in scripts], lens[: batch.size])
+        out_loc = batch.out_loc.numpy()[:num_real]
+        if len(np.unique(out_loc)) != num_real or (num_real and out_loc.max() >= self.dummy):
+            self.violate(f"I1: a step writes a slot twice, or the dummy page: {out_loc}")
+        self.shadow[out_loc] = batch.input_ids.numpy()[:num_real] + salts
+        for req, script in zip(batch.reqs, scripts):
+            if script.is_spoilt:
+                own = self.table[req.table_idx, req.cached_len : req.device_len]
+                self.shadow[own] = POISON
+
+    def _check_batch(self, batch: Batch) -> None:
+        """I8: the budget, and that chunks and steps cover each request exactly once; I10: order."""
+        if batch.is_prefill and sum(req.extend_len for req in batch.reqs) > self.budget:
+            self.violate(f"I8: a prefill batch exceeds the budget of {self.budget}")
+        if batch.size > self.num_rows or len({req.uid for req in batch.reqs}) != batch.size:
+            self.violate("I8: too many requests in a batch, or one of them twice")
+        rows = {req.table_idx: req.uid for event in self.in_flight for req in event.batch.reqs}
+        for req in batch.reqs:
+            script = self.scripts[req.uid]
+            if rows.get(req.table_idx, req.uid) != req.uid:
+                self.violate(f"I3: {req} got a row that a batch in flight uses")
+            if script.computed is None:
+                if req.uid <= self.last_started:
+                    self.violate(f"I10: {req} was overtaken by request {self.last_started}")
+                self.last_started = max(self.last_started, req.uid)
+            elif script.computed != req.cached_len:
+                self.violate(f"I8: {req} goes on where it has not stopped, at {script.computed}")
+            script.computed = req.device_len
+            is_decode = req.cached_len >= script.prompt_len
+            if is_decode != batch.is_decode or (is_decode and req.extend_len != 1):
+                self.violate(f"I8: {req} is in the wrong kind of batch")
+            if not is_decode and req.device_len > script.prompt_len:
+                self.violate(f"I8: {req} computes past its prompt of {script.prompt_len}")
+            if req.is_sampled != (req.device_len >= script.prompt_len):
+                self.violate(f"I8: {req} is sampled in the middle of its prompt, or not at its end")
+
+    def _explain(
+        self,
+        batch: Batch,
+        scripts: list[Script],
+        stored: np.ndarray,
+        expected: np.ndarray,
+        lens: np.ndarray,
+    ) -> None:
+        start = 0
+        for req, script, length in zip(batch.reqs, scripts, lens):
+            read, own = stored[start : start + length], expected[start : start + length]
+            start += length
+            if not script.is_spoilt and not np.array_equal(read, own):
+                self.violate(f"I2: the row of {req} spells {read.tolist()}, not {own.tolist()}")

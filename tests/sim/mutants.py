@@ -1,0 +1,154 @@
+"""Broken schedulers, each with one mistake that engines of this kind have really made.
+
+A mutant is applied to a fresh world before its first step; the suite must catch each of them. They
+wrap methods from outside, so that they stay mutants of whatever the scheduler becomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pytest import MonkeyPatch
+
+from minisgl.core import Req
+from minisgl.kvcache import MatchResult
+from minisgl.scheduler import PageDemand, PendingReq
+
+from .world import World
+
+
+def drop_the_repointing(world: World, patch: MonkeyPatch) -> None:
+    """Free a running request's duplicates, but let its row go on naming them."""
+    manager = world.scheduler.cache_manager
+    cache_req = manager.cache_req
+
+    def mutated(req: Req, *, finished: bool, length: int | None = None) -> None:
+        row = manager.page_table[req.table_idx]
+        before = row.clone()
+        cache_req(req, finished=finished, length=length)
+        if not finished:
+            row.copy_(before)
+
+    patch.setattr(manager, "cache_req", mutated)
+
+
+def drop_a_lock(world: World, patch: MonkeyPatch) -> None:
+    """Let the cache evict the prefixes that requests use."""
+    manager = world.scheduler.cache_manager
+    patch.setattr(manager, "lock", lambda handle: None)
+    patch.setattr(manager, "unlock", lambda handle: None)
+
+
+def reserve_tokens(world: World, patch: MonkeyPatch) -> None:
+    """Count tokens where whole pages must be counted; the same at page size 1."""
+    demand_of: Any = PageDemand  # of fractions of pages
+
+    def of_candidate(input_len: int, output_len: int, cached_len: int, page_size: int) -> Any:
+        return demand_of(cached_len / page_size, (input_len + output_len) / page_size)
+
+    def of_running(cached_len: int, max_device_len: int, page_size: int) -> Any:
+        return demand_of(cached_len / page_size, (max_device_len - 1) / page_size)
+
+    patch.setattr(PageDemand, "of_candidate", staticmethod(of_candidate))
+    patch.setattr(PageDemand, "of_running", staticmethod(of_running))
+
+
+def free_twice(world: World, patch: MonkeyPatch) -> None:
+    """Give the pages of a request back a second time when it finishes."""
+    manager = world.scheduler.cache_manager
+    cache_req = manager.cache_req
+
+    def mutated(req: Req, *, finished: bool, length: int | None = None) -> None:
+        start = (req.cached_len - 1) // manager.page_size * manager.page_size
+        last_page = manager.page_table[req.table_idx, start : start + manager.page_size].clone()
+        cache_req(req, finished=finished, length=length)
+        if finished:
+            manager._free(last_page)
+
+    patch.setattr(manager, "cache_req", mutated)
+
+
+def forget_the_duplicates(world: World, patch: MonkeyPatch) -> None:
+    """Never free what was computed here and meanwhile cached by another."""
+    manager = world.scheduler.cache_manager
+    cache_req, free = manager.cache_req, manager._free
+
+    def mutated(req: Req, *, finished: bool, length: int | None = None) -> None:
+        row = manager.page_table[req.table_idx]
+        own = set(row[: req.cached_len].tolist())
+        num_valid = req.cached_len if length is None else length
+        found = manager.prefix_cache.match_prefix(req.input_ids[:num_valid], req.salt).cuda_handle
+        duplicates = own - set(found.get_matched_indices().tolist())
+        duplicates &= set(row[: found.cached_len].tolist())
+
+        def filtered(indices: torch.Tensor) -> None:
+            if not duplicates.intersection(indices.tolist()):
+                free(indices)
+
+        manager._free = filtered  # type: ignore[method-assign]
+        cache_req(req, finished=finished, length=length)
+        manager._free = free  # type: ignore[method-assign]
+
+    patch.setattr(manager, "cache_req", mutated)
+
+
+def release_in_flight(world: World, patch: MonkeyPatch) -> None:
+    """Give a row back at once, although a batch that uses it is still in flight."""
+    scheduler = world.scheduler
+
+    def mutated(req: Req) -> None:
+        if req in scheduler.finished_reqs:
+            scheduler._release(req)
+
+    patch.setattr(scheduler, "_release_if_drained", mutated)
+
+
+def match_the_whole_prompt(world: World, patch: MonkeyPatch) -> None:
+    """Take even a prompt's last token from the cache, which leaves nothing to compute."""
+    manager = world.scheduler.cache_manager
+
+    def mutated(req: PendingReq) -> MatchResult:
+        return manager.prefix_cache.match_prefix(req.input_ids, req.salt)
+
+    patch.setattr(manager, "match_req", mutated)
+
+
+def ignore_the_salt(world: World, patch: MonkeyPatch) -> None:
+    """Share prefixes across salts."""
+    cache = world.scheduler.cache_manager.prefix_cache
+    match, insert = cache.match_prefix, cache.insert_prefix
+    patch.setattr(cache, "match_prefix", lambda ids, salt="": match(ids))
+    patch.setattr(cache, "insert_prefix", lambda ids, indices, salt="": insert(ids, indices))
+
+
+def share_what_failed(world: World, patch: MonkeyPatch) -> None:
+    """Hand the KV of a request that ended in an error to the cache."""
+    manager = world.scheduler.cache_manager
+    patch.setattr(manager, "drop_req", lambda req: manager.cache_req(req, finished=True))
+
+
+def keep_the_old_lock(world: World, patch: MonkeyPatch) -> None:
+    """Forget to unlock the old prefix when a request is handed over: its pages stay for ever."""
+    manager = world.scheduler.cache_manager
+    unlock = manager.unlock
+    skipped = iter(range(1 << 30))
+    patch.setattr(manager, "unlock", lambda handle: unlock(handle) if next(skipped) % 7 else None)
+
+
+MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
+    mutant.__name__: mutant
+    for mutant in (
+        drop_the_repointing,
+        drop_a_lock,
+        reserve_tokens,
+        free_twice,
+        forget_the_duplicates,
+        release_in_flight,
+        match_the_whole_prompt,
+        ignore_the_salt,
+        share_what_failed,
+        keep_the_old_lock,
+    )
+}

@@ -1,0 +1,63 @@
+"""Every history of a few events in worlds so small that everything collides.
+
+Prompts share prefixes, pages are scarce, and each event is followed by one turn of the loop or by
+none, so all interleavings up to the depth are covered.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from .world import World, WorldConfig
+
+EVENTS = ("same", "other", "longer", "abort first", "abort last", "turn", "two turns")
+SHORT_DEPTH, LONG_DEPTH = 4, 6
+
+CONFIGS = [
+    WorldConfig(page_size=1, num_pages=9, num_rows=2, budget=3, overlap=True, vocab_size=3),
+    WorldConfig(page_size=2, num_pages=5, num_rows=2, budget=100, overlap=True, vocab_size=3),
+    WorldConfig(page_size=2, num_pages=4, num_rows=3, budget=3, overlap=False, vocab_size=3),
+]
+
+
+def play(config: WorldConfig, history: tuple[str, ...]) -> None:
+    world = World(config)
+    num_uids = 0
+    for event in history:
+        if event == "abort first":
+            world.abort(0)
+        elif event == "abort last":
+            world.abort(max(num_uids - 1, 0))
+        elif event in ("turn", "two turns"):
+            for _ in range(1 + (event == "two turns")):
+                world.step()
+        else:
+            prompt = {"same": [1, 2, 1, 2], "other": [1, 2, 2], "longer": [1, 2, 1, 2, 1]}[event]
+            world.submit(num_uids, prompt, 3, ignore_eos=event != "other")
+            num_uids += 1
+    world.drain()
+
+
+def play_all(config: WorldConfig, depth: int) -> None:
+    for history in itertools.product(EVENTS, repeat=depth):
+        if history[0] in ("same", "other", "longer", "abort first"):  # others begin idle
+            try:
+                play(config, history)
+            except Exception as error:
+                raise AssertionError(f"{history} in {config}") from error
+
+
+configs = pytest.mark.parametrize("config", CONFIGS, ids=["chunks", "pages", "normal"])
+
+
+@configs
+def test_every_short_history_holds(config: WorldConfig) -> None:
+    play_all(config, SHORT_DEPTH)
+
+
+@pytest.mark.slow
+@configs
+def test_every_longer_history_holds(config: WorldConfig) -> None:
+    play_all(config, LONG_DEPTH)
