@@ -17,6 +17,13 @@ TEST    := $(VENV)/.stamp-test
 DEV     := $(VENV)/.stamp-dev
 NATIVE  := $(wildcard CMakeLists.txt csrc/*.* csrc/*/*.*)  # a change here builds again
 
+# pip hides what a build says, so this is where a missing compiler is told.
+define NATIVE_NOTE
+$(PY) -c 'import minisgl._native' 2>/dev/null || { \
+    echo "note: the native CPU kernels could not be built here: everything works, but slower."; \
+    echo "      With a C++17 compiler (Debian, Ubuntu: apt install g++), run: make clean, and again."; }
+endef
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
@@ -54,8 +61,8 @@ format: $(DEV) ## rewrite the code in the one format
 fuzz: $(TEST) ## random steps of the simulated engine: make fuzz SECONDS=600
 	$(PY) -m tests.sim.fuzz --seconds $(SECONDS)
 
-bench: $(CORE) ## tokens per second of the default model, offline
-	$(PY) -m minisgl.benchmark.offline
+bench: $(CORE) ## run the programs of benchmark/, one after the other
+	@for script in benchmark/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
 
 model: $(CORE) ## fetch the default model (98 MB) unless it is there
 	@$(PY) -c "from minisgl.utils.model_files import resolve_model as r; print('model:', r('default').path)"
@@ -84,13 +91,16 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv constraints.txt
 
 # One install each; the larger ones stand for the smaller.
 $(CORE): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
-	$(PIP) -e .
+	$(PIP) --quiet -e .
+	@$(NATIVE_NOTE)
 	@touch $@
 
 $(TEST): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
-	$(PIP) -e '.[test]'
+	$(PIP) --quiet -e '.[test]'
+	@$(NATIVE_NOTE)
 	@touch $@ $(CORE)
 
 $(DEV): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
-	$(PIP) -e '.[dev]'
+	$(PIP) --quiet -e '.[dev]'
+	@$(NATIVE_NOTE)
 	@touch $@ $(TEST) $(CORE)

@@ -152,6 +152,9 @@ void bind_matmul(nb::module_& m) {
       .def_prop_ro("rows", [](const PackedMatrix& p) { return p.view().rows; })
       .def_prop_ro("columns", [](const PackedMatrix& p) { return p.view().columns; })
       .def_prop_ro("nbytes", [](const PackedMatrix& p) { return p.view().bytes(); })
+      .def_prop_ro("address", [](const PackedMatrix& p) {
+        return reinterpret_cast<uintptr_t>(p.view().data);
+      })
       .def_prop_ro("format", [](const PackedMatrix& p) {
         return std::string(info(p.view().format).name);
       });

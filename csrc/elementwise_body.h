@@ -1,7 +1,10 @@
-// The row kernels, written once over the compiler's own 16-lane vectors: each elementwise_<isa>.cpp
-// compiles them with its flags, and the compiler cuts a vector into registers. Everything is in an
-// unnamed namespace: code compiled for one instruction set must never be merged by the linker with
-// that of another. Vectors are passed by reference: their calling convention differs by target.
+// The row kernels, written once over the compiler's own vectors, as wide as the target's registers:
+// each elementwise_<isa>.cpp compiles them with its flags. Everything is in an unnamed namespace:
+// code compiled for one instruction set must never be merged by the linker with that of another.
+// Vectors are passed by reference: their calling convention differs by target.
+//
+// A sum over a row has 16 partial sums whatever the width of a register: lane i takes the elements
+// i, i + 16, and so on.
 #pragma once
 
 #include <cmath>
@@ -16,9 +19,18 @@ namespace {
 
 #define MINISGL_ROW_INLINE inline __attribute__((always_inline))
 
-constexpr int kRowLanes = 16;
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+constexpr int kSums = 16;                    // partial sums of a row
+constexpr int kWidth = kVectorBytes / 4;     // lanes of a register
+constexpr int kRegisters = kSums / kWidth;   // that hold the partial sums
+typedef float Floats __attribute__((vector_size(kVectorBytes)));
+typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
 
 MINISGL_ROW_INLINE Floats load(const float* p) {
   Floats a;
@@ -28,21 +40,11 @@ MINISGL_ROW_INLINE Floats load(const float* p) {
 MINISGL_ROW_INLINE void store(float* p, const Floats& a) { std::memcpy(p, &a, sizeof(a)); }
 MINISGL_ROW_INLINE Floats splat(float a) { return a - Floats{}; }
 
-// The last few elements of a row, with zeros behind them.
-MINISGL_ROW_INLINE Floats load_tail(const float* p, int64_t left) {
-  Floats a = {};
-  std::memcpy(&a, p, static_cast<size_t>(left) * sizeof(float));
-  return a;
-}
-MINISGL_ROW_INLINE void store_tail(float* p, const Floats& a, int64_t left) {
-  std::memcpy(p, &a, static_cast<size_t>(left) * sizeof(float));
-}
-
-// Lane i with i + 8, then i + 4, i + 2, i + 1.
-MINISGL_ROW_INLINE float sum_lanes(const Floats& a) {
-  float lane[kRowLanes];
-  std::memcpy(lane, &a, sizeof(lane));
-  for (int half = kRowLanes / 2; half > 0; half /= 2) {
+// Adds up the partial sums: lane i with i + 8, then i + 4, i + 2, i + 1.
+MINISGL_ROW_INLINE float sum_lanes(const Floats (&sums)[kRegisters]) {
+  float lane[kSums];
+  std::memcpy(lane, sums, sizeof(lane));
+  for (int half = kSums / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
   }
   return lane[0];
@@ -72,43 +74,64 @@ MINISGL_ROW_INLINE Floats exponential(const Floats& value) {
   return y * power;
 }
 
-MINISGL_ROW_INLINE float norm_scale(const Floats& squares, int64_t n, float eps) {
-  return 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(n) + eps);
+// The last few elements of one or two rows, copied into blocks of 16 with zeros behind them.
+struct Tail {
+  float in[2][kSums] = {};
+  float out[kSums];
+  size_t bytes;
+
+  MINISGL_ROW_INLINE Tail(const float* a, const float* b, int64_t left)
+      : bytes(static_cast<size_t>(left) * sizeof(float)) {
+    std::memcpy(in[0], a, bytes);
+    if (b != nullptr) std::memcpy(in[1], b, bytes);
+  }
+  MINISGL_ROW_INLINE void write(float* to) const { std::memcpy(to, out, bytes); }
+};
+
+MINISGL_ROW_INLINE void add_squares(const float* x, Floats (&sums)[kRegisters]) {
+  for (int r = 0; r < kRegisters; ++r) {
+    const Floats value = load(x + r * kWidth);
+    sums[r] += value * value;
+  }
 }
 
-MINISGL_ROW_INLINE void scale_row(const float* x, const float* weight, int64_t n, float scale,
-                                  float* out) {
+MINISGL_ROW_INLINE void add_block(const float* x, const float* y, float* out) {
+  for (int r = 0; r < kRegisters; ++r) {
+    store(out + r * kWidth, load(x + r * kWidth) + load(y + r * kWidth));
+  }
+}
+
+MINISGL_ROW_INLINE void finish_norm(const float* x, const float* weight, int64_t n, float eps,
+                                    const Floats (&squares)[kRegisters], float* out) {
+  const float scale = 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(n) + eps);
   int64_t i = 0;
-  for (; i + kRowLanes <= n; i += kRowLanes) store(out + i, load(x + i) * scale * load(weight + i));
+  for (; i + kWidth <= n; i += kWidth) store(out + i, load(x + i) * scale * load(weight + i));
   for (; i < n; ++i) out[i] = x[i] * scale * weight[i];
 }
 
-MINISGL_ROW_INLINE Floats load_any(const float* p, int64_t i, int64_t n) {
-  return i + kRowLanes <= n ? load(p + i) : load_tail(p + i, n - i);
-}
-
 void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
-  Floats squares = {};
-  for (int64_t i = 0; i < n; i += kRowLanes) {
-    const Floats value = load_any(x, i, n);
-    squares += value * value;
-  }
-  scale_row(x, weight, n, norm_scale(squares, n, eps), out);
+  Floats squares[kRegisters] = {};
+  int64_t i = 0;
+  for (; i + kSums <= n; i += kSums) add_squares(x + i, squares);
+  if (i < n) add_squares(Tail(x + i, nullptr, n - i).in[0], squares);
+  finish_norm(x, weight, n, eps, squares, out);
 }
 
 void add_rms_norm(const float* x, float* residual, const float* weight, int64_t n, float eps,
                   float* out) {
-  Floats squares = {};
-  for (int64_t i = 0; i < n; i += kRowLanes) {
-    const Floats sum = load_any(residual, i, n) + load_any(x, i, n);
-    if (i + kRowLanes <= n) {
-      store(residual + i, sum);
-    } else {
-      store_tail(residual + i, sum, n - i);
-    }
-    squares += sum * sum;
+  Floats squares[kRegisters] = {};
+  int64_t i = 0;
+  for (; i + kSums <= n; i += kSums) {
+    add_block(residual + i, x + i, residual + i);
+    add_squares(residual + i, squares);
   }
-  scale_row(residual, weight, n, norm_scale(squares, n, eps), out);
+  if (i < n) {
+    Tail tail(residual + i, x + i, n - i);
+    add_block(tail.in[0], tail.in[1], tail.out);
+    add_squares(tail.out, squares);
+    tail.write(residual + i);
+  }
+  finish_norm(residual, weight, n, eps, squares, out);
 }
 
 template <Activation kKind>
@@ -120,14 +143,20 @@ MINISGL_ROW_INLINE Floats activate(const Floats& x) {
 }
 
 template <Activation kKind>
+MINISGL_ROW_INLINE void gate_block(const float* gate, const float* up, float* out) {
+  for (int r = 0; r < kRegisters; ++r) {
+    store(out + r * kWidth, activate<kKind>(load(gate + r * kWidth)) * load(up + r * kWidth));
+  }
+}
+
+template <Activation kKind>
 void gate_mul(const float* gate, const float* up, int64_t n, float* out) {
   int64_t i = 0;
-  for (; i + kRowLanes <= n; i += kRowLanes) {
-    store(out + i, activate<kKind>(load(gate + i)) * load(up + i));
-  }
+  for (; i + kSums <= n; i += kSums) gate_block<kKind>(gate + i, up + i, out + i);
   if (i < n) {
-    const Floats last = activate<kKind>(load_tail(gate + i, n - i)) * load_tail(up + i, n - i);
-    store_tail(out + i, last, n - i);
+    Tail tail(gate + i, up + i, n - i);
+    gate_block<kKind>(tail.in[0], tail.in[1], tail.out);
+    tail.write(out + i);
   }
 }
 
@@ -136,43 +165,51 @@ void add(float* x, const float* y, int64_t n) {
 }
 
 ArgMax arg_max(const float* x, int64_t n) {
-  Floats best = splat(-INFINITY);
-  Ints nan = {};
+  Floats best[kRegisters];
+  Ints nan[kRegisters] = {};
+  for (int r = 0; r < kRegisters; ++r) best[r] = splat(-INFINITY);
   int64_t i = 0;
-  for (; i + kRowLanes <= n; i += kRowLanes) {
-    const Floats value = load(x + i);
-    best = value > best ? value : best;
-    nan |= value != value;
+  for (; i + kSums <= n; i += kSums) {
+    for (int r = 0; r < kRegisters; ++r) {
+      const Floats value = load(x + i + r * kWidth);
+      best[r] = value > best[r] ? value : best[r];
+      nan[r] |= value != value;
+    }
   }
-  float top = -INFINITY;
-  int32_t any_nan = 0;
-  for (int lane = 0; lane < kRowLanes; ++lane) {
-    if (best[lane] > top) top = best[lane];
-    any_nan |= nan[lane];
+  float top[kSums];
+  int32_t is_nan[kSums];
+  std::memcpy(top, best, sizeof(top));
+  std::memcpy(is_nan, nan, sizeof(is_nan));
+  for (int lane = 1; lane < kSums; ++lane) {
+    if (top[lane] > top[0]) top[0] = top[lane];
+    is_nan[0] |= is_nan[lane];
   }
   for (; i < n; ++i) {
-    if (x[i] > top) top = x[i];
-    any_nan |= x[i] != x[i];
+    if (x[i] > top[0]) top[0] = x[i];
+    is_nan[0] |= x[i] != x[i];
   }
   for (int64_t at = 0; at < n; ++at) {
-    if (any_nan ? x[at] != x[at] : x[at] == top) return {x[at], at};
+    if (is_nan[0] ? x[at] != x[at] : x[at] == top[0]) return {x[at], at};
   }
-  return {top, 0};
+  return {top[0], 0};
 }
 
 SoftmaxStats softmax_stats(const float* x, int64_t n, float inverse_temperature) {
   const float max = arg_max(x, n).value;
-  Floats sum = {};
+  Floats sums[kRegisters] = {};
   int64_t i = 0;
-  for (; i + kRowLanes <= n; i += kRowLanes) {
-    sum += exponential((load(x + i) - max) * inverse_temperature);
+  for (; i + kSums <= n; i += kSums) {
+    for (int r = 0; r < kRegisters; ++r) {
+      sums[r] += exponential((load(x + i + r * kWidth) - max) * inverse_temperature);
+    }
   }
-  if (i < n) {
-    Floats last = exponential((load_tail(x + i, n - i) - max) * inverse_temperature);
-    for (int lane = static_cast<int>(n - i); lane < kRowLanes; ++lane) last[lane] = 0.0f;
-    sum += last;
+  float lane[kSums];
+  std::memcpy(lane, sums, sizeof(lane));
+  for (int at = 0; i < n; ++i, ++at) {
+    lane[at] += exponential(splat((x[i] - max) * inverse_temperature))[0];
   }
-  return {max, sum_lanes(sum)};
+  std::memcpy(sums, lane, sizeof(lane));
+  return {max, sum_lanes(sums)};
 }
 
 constexpr ElementwiseKernels kRowKernels = {

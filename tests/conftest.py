@@ -41,7 +41,7 @@ def run_python() -> RunPython:
     """Run `python ARGS...` in the repository, with this package first on the path."""
 
     def run(
-        *args: str, stdin: str = "", timeout: float = 120.0, env: dict[str, str] | None = None
+        *args: str, stdin: str = "", timeout: float = 240.0, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         environ = {**os.environ, "PYTHONPATH": str(ROOT / "python"), **(env or {})}
         return subprocess.run(

@@ -16,7 +16,7 @@ Lines = list[str]
 @pytest.fixture
 def lines_of(run_python: RunPython, default_model_path: Path) -> Callable[[str], Lines]:
     def run(name: str) -> Lines:
-        result = run_python(f"examples/{name}.py", timeout=170)
+        result = run_python(f"examples/{name}.py", timeout=280)
         assert result.returncode == 0, result.stderr
         return result.stdout.splitlines()
 

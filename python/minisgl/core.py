@@ -65,6 +65,7 @@ class Req:
         self.cache_handle = cache_handle
         self.salt = salt
         self.finish_reason: FinishReason | None = None
+        self.has_bad_kv = False
         assert 0 <= self.cached_len < self.device_len <= self.max_device_len, self
 
     @property

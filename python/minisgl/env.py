@@ -76,6 +76,7 @@ class EnvVars:
         )
         self.CACHE_DIR = EnvVar("CACHE_DIR", "", str, "where fetched models are kept")
         self.NUM_THREADS = EnvVar("NUM_THREADS", 0, _parse_count, "CPU threads, 0 for automatic")
+        self.ISA = EnvVar("ISA", "", str, "instruction set of the CPU kernels, empty for the best")
         for var in self.all():
             var.read()
 

@@ -67,38 +67,34 @@ def check_rows(world: World) -> None:
 def check_pages(world: World) -> None:
     """I1, I2, and that what is promised can be kept (I7)."""
     manager, page_size = world.scheduler.cache_manager, world.config.page_size
-    num_pages = world.config.num_pages
-    free = manager.free_slots.numpy()
-    cached = _resident(manager.prefix_cache)
-    locked, owned, ends = [], [], []
+    num_pages, table = world.config.num_pages, world.engine.table
+    cached = resident(world)
+    heads, locked, rows = [manager.free_slots.numpy(), cached[::page_size]], [], []
+    growth = 0
     for row, req in world.live.items():
-        locations = world.engine.table[row]
         locked_len = req.cache_handle.cached_len if req.cache_handle is not None else 0
         end = manager._owners[row][1] * page_size
         if end < req.cached_len:
             raise Violation(f"I7: {req} owns pages for {end} tokens only")
-        locked.append(locations[:locked_len])
-        owned.append(locations[locked_len:end])
-        ends.append(locations[:end])
-    kinds = np.concatenate([free, *(part[::page_size] for part in owned), cached[::page_size]])
-    counts = np.bincount(kinds // page_size, minlength=num_pages)
+        heads.append(table[row, locked_len:end:page_size])
+        locked.append(table[row, :locked_len:page_size])
+        rows.append(table[row, :end])
+        growth += worst_growth(world, req)
+    counts = np.bincount(np.concatenate(heads) // page_size, minlength=num_pages)
     if len(counts) != num_pages or (counts != 1).any():
         raise Violation(f"I1: pages are owned {counts.tolist()} times; {describe(world)}")
-    if ends:
-        in_rows = np.concatenate(ends).reshape(-1, page_size)
-        if page_size > 1 and ((in_rows - in_rows[:, :1]) != np.arange(page_size)).any():
-            raise Violation("I1: a row tears a page apart")
-        is_free = np.zeros(num_pages, dtype=bool)
-        is_free[free // page_size] = True
-        if is_free[in_rows[:, 0] // page_size].any():
-            raise Violation("I2: a live row names a free page")
-        is_cached = np.zeros(num_pages, dtype=bool)
-        is_cached[cached // page_size] = True
-        if not is_cached[np.concatenate(locked) // page_size].all():
-            raise Violation("I1: a locked prefix is not in the cache")
-    growth = sum(worst_growth(world, req) for req in world.live.values())
     if growth > manager.available_pages:
         raise Violation(f"I7: {growth} pages are promised, {manager.available_pages} available")
+    if not rows:
+        return
+    is_cached = np.zeros(num_pages, dtype=bool)
+    is_cached[cached // page_size] = True
+    if not is_cached[np.concatenate(locked) // page_size].all():
+        raise Violation("I2: a live row names a page in its locked prefix that is not cached")
+    if page_size > 1:
+        pages = np.concatenate(rows).reshape(-1, page_size)
+        if (pages - pages[:, :1] != np.arange(page_size)).any():
+            raise Violation("I1: a row tears a page apart")
 
 
 def worst_growth(world: World, req: Req) -> int:
@@ -144,16 +140,20 @@ def check_idle(world: World) -> None:
 
 def describe(world: World) -> str:
     """The page books in one line."""
-    manager = world.scheduler.cache_manager
-    return (
-        f"free {manager.free_slots.tolist()}, live {list(world.live.values())}, "
-        f"cache {_resident(manager.prefix_cache).tolist()}"
-    )
+    free = world.scheduler.cache_manager.free_slots.tolist()
+    return f"free {free}, live {list(world.live.values())}, cache {resident(world).tolist()}"
 
 
-def _resident(cache: Any) -> np.ndarray:
-    """Every location in the cache, gathered without torch."""
+def resident(world: World) -> np.ndarray:
+    """Every location in the cache, gathered without torch.
+
+    Walked only if it can have changed: what enters makes a node, what leaves makes it smaller.
+    """
+    cache: Any = world.scheduler.cache_manager.prefix_cache
     if not isinstance(cache, RadixPrefixCache):
         return np.empty(0, dtype=np.int32)
-    parts = [node.indices.numpy() for node in cache._nodes() if not node.is_root]
-    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+    seen = (cache._num_made, cache.size_info.total_size)
+    if world.resident_seen[0] != seen:
+        parts = [node.indices.numpy() for node in cache._nodes()]
+        world.resident_seen = (seen, np.concatenate(parts))
+    return world.resident_seen[1]

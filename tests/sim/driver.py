@@ -1,7 +1,7 @@
 """Random worlds and random histories, each from one seed.
 
-A `Case` is all that a run depends on; it is written as one line of JSON, printed when a run
-fails, and replayed from tests/sim/seeds/ for ever.
+A `Case` is all that a run depends on; it is one line of JSON, printed when a run fails. Because the
+generator may change, what once failed is kept as its history (`replay`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .engine import STAGES, Violation
+from .engine import STAGES
+from .replay import violation_of
 from .world import World, WorldConfig
 
 MAX_QUEUE = 12
@@ -77,7 +78,7 @@ class Driver:
         if not self.world.is_busy and rng.random() < 0.8:
             self._submit(self._new_uid())
         if self.fault_rate and rng.random() < self.fault_rate / 10:
-            self.world.engine.fails_at = rng.choice(STAGES)
+            self.world.fail(rng.choice(STAGES))
         self.world.step()
 
     def _one_event(self) -> None:
@@ -173,6 +174,5 @@ def run_case(
         world.drain()
         world.flush()
     except Exception as error:
-        where = f"step {world.num_steps} of {case.to_json()} in {world.config}"
-        raise Violation(f"{type(error).__name__}: {error}\n  at {where}") from error
+        raise violation_of(world, error, case.to_json()) from error
     return world

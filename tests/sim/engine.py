@@ -29,7 +29,10 @@ NOT_YET = -55
 
 
 class Violation(AssertionError):
-    """A property of RELIABILITY.md does not hold."""
+    """A property of RELIABILITY.md does not hold. `history`: what led to it, in world `config`."""
+
+    config: Any = None
+    history: Any = None
 
 
 class InjectedFault(RuntimeError):
@@ -40,11 +43,11 @@ class InjectedFault(RuntimeError):
 class Script:
     """What the engine knows of a request beforehand.
 
-    tokens: the prompt and everything that may follow. nan_after: so many tokens are sampled before
-    the logits go bad, None for never.
+    order: its place among the submits. tokens: the prompt and all that may follow. nan_after: so
+    many tokens are sampled before the logits go bad, None for never.
     """
 
-    uid: int
+    order: int
     prompt_len: int
     tokens: np.ndarray
     salt_id: int
@@ -143,7 +146,10 @@ class SimEngine:
         locations: Any = batch.attn_metadata
         stored = self.shadow[locations]
         expected = np.concatenate(
-            [s.tokens[:n] + s.salt_id * self.vocab_size for s, n in zip(scripts, lens)]
+            [
+                s.tokens[:n] + s.salt_id * self.vocab_size if s.salt_id else s.tokens[:n]
+                for s, n in zip(scripts, lens)
+            ]
         )
         if not np.array_equal(stored, expected):
             self._explain(batch, scripts, stored, expected, lens)
@@ -153,8 +159,8 @@ class SimEngine:
         """Hash what was read; a chunk's token is garbage that nobody may use."""
         self.maybe_fail("sample", batch)
         tokens, lens = logits
-        starts = np.cumsum(lens) - lens
-        positions = np.arange(len(tokens)) - np.repeat(starts, lens)
+        starts = lens.cumsum() - lens
+        positions = np.arange(len(tokens)) - starts.repeat(lens)
         sums = np.add.reduceat(weighted(tokens, positions), starts).tolist()
         chosen = [
             self._choose(req, total) if req.is_sampled else self.vocab_size + 5
@@ -182,13 +188,17 @@ class SimEngine:
         self.failing_uids.add(req.uid)
 
     def _write(self, batch: Batch, scripts: list[Script]) -> None:
-        lens = [req.extend_len for req in batch.padded_reqs]
-        num_real = sum(lens[: batch.size])
-        salts = np.repeat([s.salt_id * self.vocab_size for s in scripts], lens[: batch.size])
+        lens = [req.extend_len for req in batch.reqs]
+        num_real = sum(lens)
         out_loc = batch.out_loc.numpy()[:num_real]
-        if len(np.unique(out_loc)) != num_real or (num_real and out_loc.max() >= self.dummy):
+        places = out_loc.tolist()
+        if len(set(places)) != num_real or (num_real and max(places) >= self.dummy):
             self.violate(f"I1: a step writes a slot twice, or the dummy page: {out_loc}")
-        self.shadow[out_loc] = batch.input_ids.numpy()[:num_real] + salts
+        values = batch.input_ids.numpy()[:num_real]
+        if any(script.salt_id for script in scripts):
+            salts = np.array([script.salt_id * self.vocab_size for script in scripts])
+            values = values + salts.repeat(lens)
+        self.shadow[out_loc] = values
         for req, script in zip(batch.reqs, scripts):
             if script.is_spoilt:
                 own = self.table[req.table_idx, req.cached_len : req.device_len]
@@ -206,9 +216,9 @@ class SimEngine:
             if rows.get(req.table_idx, req.uid) != req.uid:
                 self.violate(f"I3: {req} got a row that a batch in flight uses")
             if script.computed is None:
-                if req.uid <= self.last_started:
-                    self.violate(f"I10: {req} was overtaken by request {self.last_started}")
-                self.last_started = max(self.last_started, req.uid)
+                if script.order <= self.last_started:
+                    self.violate(f"I10: {req} was overtaken by submit {self.last_started}")
+                self.last_started = max(self.last_started, script.order)
             elif script.computed != req.cached_len:
                 self.violate(f"I8: {req} goes on where it has not stopped, at {script.computed}")
             script.computed = req.device_len

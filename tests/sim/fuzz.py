@@ -1,12 +1,11 @@
 """python -m tests.sim.fuzz --seconds 60: random cases until the time is up or a property breaks.
 
-A case that fails is cut to the step that failed, printed, and kept in tests/sim/seeds/.
+A case that fails is printed, shrunk to a short history, and kept in tests/sim/seeds/.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 import sys
 import time
@@ -15,8 +14,8 @@ from pathlib import Path
 
 from .driver import Case, run_case
 from .engine import Violation
+from .replay import SEEDS, load, play, save, shrink
 
-SEEDS = Path(__file__).parent / "seeds"
 PAGE_SIZES = (1, 2, 3, 4, 16, 64)
 
 
@@ -31,17 +30,30 @@ def random_case(rng: random.Random) -> Case:
     )
 
 
-def cut(case: Case) -> Case:
-    """The same case with as few steps as still fail, as far as halving finds them."""
-    low, high = 0, case.num_steps
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            run_case(dataclasses.replace(case, num_steps=middle))
-            low = middle + 1
-        except Violation:
-            high = middle
-    return dataclasses.replace(case, num_steps=high)
+def keep(violation: Violation, name: str) -> int:
+    """Print what broke, shrink its history into a file, and say how to see it again."""
+    print(violation)
+    history = shrink(violation.config, violation.history)
+    path = SEEDS / f"found-{name}.json"
+    save(path, violation.config, history)
+    print(f"{len(history)} events kept; replay: python -m tests.sim.fuzz --case {path}")
+    return 1
+
+
+def replay(text: str) -> int:
+    """Run a case (one line of JSON) or a history (a file) again; a failing case is kept."""
+    try:
+        if text.lstrip().startswith("{"):
+            case = Case.from_json(text)
+            run_case(case)
+        else:
+            play(*load(Path(text)))
+    except Violation as violation:
+        if text.lstrip().startswith("{"):
+            return keep(violation, str(case.seed))
+        raise
+    print("held")
+    return 0
 
 
 def main() -> int:
@@ -49,16 +61,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None, help="repeat a whole session")
-    parser.add_argument("--case", help="replay one line of JSON, or a file that holds it")
+    parser.add_argument("--case", help="replay a case (a line of JSON) or a history (a file)")
     args = parser.parse_args()
     if args.case:
-        is_line = args.case.lstrip().startswith("{")
-        run_case(Case.from_json(args.case if is_line else Path(args.case).read_text()))
-        print("held")
-        return 0
+        return replay(args.case)
     session = random.randrange(1 << 40) if args.seed is None else args.seed
     rng = random.Random(session)
-    print(f"fuzzing for {args.seconds:g} s, session --seed {session}")
+    print(f"fuzzing for {args.seconds:g} s, session --seed {session}", flush=True)
     start, num_steps, num_cases = time.monotonic(), 0, 0
     counts: Counter[str] = Counter()
     while time.monotonic() - start < args.seconds:
@@ -66,10 +75,7 @@ def main() -> int:
         try:
             world = run_case(case, checks_all=False)
         except Violation as violation:
-            kept = SEEDS / f"found-{case.seed}.json"
-            kept.write_text(cut(case).to_json() + "\n")
-            print(f"{violation}\nreplay: python -m tests.sim.fuzz --case {kept}")
-            return 1
+            return keep(violation, str(case.seed))
         num_steps, num_cases = num_steps + world.num_steps, num_cases + 1
         counts.update(world.counts)
     rate = num_steps / (time.monotonic() - start)

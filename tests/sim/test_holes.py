@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from minisgl.scheduler.scheduler import MAX_EARLY_ABORTS
 from .driver import Case, run_case
 from .engine import Violation
 from .mutants import MUTANTS
+from .replay import load, play, save, shrink
 from .world import World, WorldConfig
 
 
@@ -128,8 +131,8 @@ def test_the_list_of_early_aborts_is_bounded() -> None:
     assert world.book[1].answer == []
 
 
-def fail_the_kth_allocation(world: World, k: int) -> None:
-    """Raise in the k-th allocation of pages, whichever request it is for."""
+def fail_the_kth_allocation(world: World, k: int) -> Iterator[int]:
+    """Raise in the k-th allocation of pages, whichever request it is for; counts the calls."""
     manager, calls = world.scheduler.cache_manager, itertools.count()
     allocate = manager._allocate
 
@@ -140,6 +143,7 @@ def fail_the_kth_allocation(world: World, k: int) -> None:
         return allocate(needed_pages)
 
     manager._allocate = failing  # type: ignore[method-assign]
+    return calls
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -152,12 +156,13 @@ def test_if_the_kth_allocation_fails_its_batch_ends_and_the_rest_goes_on(
             page_size=page_size, num_pages=64 // page_size, budget=7, overlap=overlap
         )
         world = World(config)
-        fail_the_kth_allocation(world, k)
+        calls = fail_the_kth_allocation(world, k)
         for uid in range(5):
             world.submit(uid, [1, 2, 3, 4, 1, 2, uid % 2, 3, 4], 6, ignore_eos=True)
         world.drain()
         reasons = [world.book[uid].reason for uid in range(5)]
-        assert FinishReason.ERROR in reasons and FinishReason.LENGTH in reasons
+        assert FinishReason.LENGTH in reasons
+        assert (FinishReason.ERROR in reasons) == (next(calls) > k)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -180,3 +185,20 @@ def test_a_failing_case_names_itself() -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Violation) as caught:
         run_case(case, prepare=lambda world: MUTANTS["free_twice"](world, patch))
     assert case.to_json() in str(caught.value)
+
+
+def test_a_failure_shrinks_to_a_short_history_that_can_be_replayed(tmp_path: Path) -> None:
+    def breaks(world: World) -> None:
+        MUTANTS["keep_the_old_lock"](world, patch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        case = Case(2, page_size=2, num_steps=60)
+        with pytest.raises(Violation) as caught:
+            run_case(case, prepare=breaks)
+        config, history = caught.value.config, caught.value.history
+        short = shrink(config, history, prepare=breaks)
+        save(tmp_path / "found.json", config, short)
+        assert len(short) < len(history) and load(tmp_path / "found.json") == (config, short)
+        with pytest.raises(Violation):
+            play(config, short, prepare=breaks)
+    play(config, short)

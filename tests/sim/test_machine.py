@@ -88,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(stage=st.sampled_from(STAGES))
     def fail_the_next_step(self, stage: str) -> None:
-        self.world.engine.fails_at = stage
+        self.world.fail(stage)
 
     @rule()
     def reset(self) -> None:

@@ -1,7 +1,8 @@
 """Random histories in random worlds (I1 to I13), and the seeds that once failed.
 
 The short tier runs with `make test`, the long one with `make test-all`; `make fuzz` goes on for as
-long as it is told to. A failure prints its case: save that line as a file in tests/sim/seeds/.
+long as it is told to. A failure prints its case; `python -m tests.sim.fuzz --case LINE` shrinks it
+to a history in tests/sim/seeds/, which is replayed here for ever.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from .driver import Case, run_case
+from .replay import SEEDS, load, play
 from .world import World
 
 PAGE_SIZES = (1, 2, 3, 4, 16, 64)
 SHORT_STEPS, LONG_STEPS, STEPS_PER_CASE = 10_000, 100_000, 500
-SEEDS = sorted((Path(__file__).parent / "seeds").glob("*.json"))
+KEPT = sorted(SEEDS.glob("*.json"))
 
 
 def run_tier(first: int, num_steps: int, page_size: int, cache_type: str, overlap: bool) -> None:
@@ -45,9 +47,9 @@ def test_every_property_holds_for_long(page_size: int, cache_type: str, overlap:
     run_tier(1_000_000, LONG_STEPS, page_size, cache_type, overlap)
 
 
-@pytest.mark.parametrize("path", SEEDS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
 def test_a_seed_that_failed_once_passes(path: Path) -> None:
-    run_case(Case.from_json(path.read_text()))
+    play(*load(path))
 
 
 def watch(world: World, seen: Counter[str]) -> None:

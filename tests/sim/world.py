@@ -90,7 +90,9 @@ class World:
         self.last_data: Any = None
         self.live: dict[int, Req] = {}
         self.tree_seen: Any = None
+        self.resident_seen: tuple[Any, Any] = (None, None)
         self.num_steps = 0
+        self.history: list[list[Any]] = []
 
     # What happens to the world
 
@@ -106,6 +108,14 @@ class World:
         nan_after: int | None = None,
     ) -> None:
         """Send a request; salts are "" or one letter."""
+        given: list[tuple[str, Any, Any]] = [
+            ("salt", salt, ""),
+            ("ignore_eos", ignore_eos, False),
+            ("stop_ids", list(stop_ids), []),
+            ("nan_after", nan_after, None),
+        ]
+        changed = {name: value for name, value, default in given if value != default}
+        self.history.append(["submit", uid, list(prompt), max_tokens, changed])
         params = SamplingParams(
             max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=tuple(stop_ids)
         )
@@ -122,19 +132,28 @@ class World:
         tokens = spell_out(prompt, entry.max_tokens, self.config.vocab_size)
         entry.expected = tokens[len(prompt) :].tolist()
         salt_id = ord(salt) - ord("a") + 1 if salt else 0
-        self.engine.scripts[uid] = Script(uid, len(prompt), tokens, salt_id, nan_after)
+        order = len(self.engine.scripts)
+        self.engine.scripts[uid] = Script(order, len(prompt), tokens, salt_id, nan_after)
 
     def abort(self, uid: int) -> None:
         """Ask for the end of any uid."""
+        self.history.append(["abort", uid])
         self.inbox.append(AbortBackendMsg(uid))
 
     def flush(self) -> None:
         """Forget every cached prefix that is not in use."""
+        self.history.append(["flush"])
         self.scheduler.cache_manager.flush()
         self.check()
 
+    def fail(self, stage: str) -> None:
+        """Make the next step fail in one of the engine's stages."""
+        self.history.append(["fail", stage])
+        self.engine.fails_at = stage
+
     def reset(self) -> None:
         """End everything at once, without a reply, also what is in flight; then go on."""
+        self.history.append(["reset"])
         self.scheduler.reset()
         self.last_data = None
         self.engine.in_flight.clear()
@@ -149,6 +168,7 @@ class World:
 
     def step(self) -> None:
         """One turn of the loop, then every check."""
+        self.history.append(["step"])
         self.num_steps += 1
         if self.config.overlap:
             self.last_data = self.scheduler.overlap_loop(self.last_data)

@@ -1,4 +1,4 @@
-"""What the tokenizer tests share: the default model's tokenizer, texts of all kinds, tiny models."""
+"""What the tokenizer tests share: the default model's tokenizer, texts, tiny models."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ FolderWriter = Callable[..., Path]
 
 @pytest.fixture
 def write_folder(tmp_path: Path) -> FolderWriter:
-    """Writes a Hugging Face folder with a tiny byte-level vocabulary: 256 letters, <s>, </s>, <x>."""
+    """Writes a Hugging Face folder with a byte-level vocabulary: 256 letters, <s>, </s>, <x>."""
 
     def write(files: dict[str, Any], name: str = "hf") -> Path:
         folder = tmp_path / name

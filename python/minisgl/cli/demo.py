@@ -14,7 +14,7 @@ from minisgl.shell import interruptible
 from .output import Stats, note, opened, write
 
 QUESTION = "What is the capital of France?"
-MAX_TOKENS = 64
+ANSWER_TOKENS = 64
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
         write(f"\n> {QUESTION}\n\n")
         prompt = llm.chat_prompt([{"role": "user", "content": QUESTION}])
         stats = Stats()
-        events = llm.stream([prompt], SamplingParams(max_tokens=MAX_TOKENS))
+        events = llm.stream([prompt], SamplingParams(max_tokens=ANSWER_TOKENS))
         for event in stats.watch(interruptible(events)):
             write(event.text)
         write(f"\n\n{stats.line()}\n")

@@ -22,7 +22,7 @@ from .options import sampling_params
 from .output import Stats, note, opened, write
 
 MAX_INPUT_BYTES = 64 << 20
-MAX_TITLE = 60
+TITLE_WIDTH = 60
 
 
 @dataclass
@@ -151,7 +151,7 @@ def _print_answer(args: argparse.Namespace, answer: _Answer) -> None:
         write(answer.as_json() + "\n")
         return
     title = " ".join(answer.prompt.split())
-    title = title if len(title) <= MAX_TITLE else title[: MAX_TITLE - 3] + "..."
+    title = title if len(title) <= TITLE_WIDTH else title[: TITLE_WIDTH - 3] + "..."
     write(f"[{answer.index}] {title}\n{''.join(answer.pieces)}\n\n")
 
 

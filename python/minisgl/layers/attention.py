@@ -6,6 +6,8 @@ and hands all three to the backend of the current context.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from minisgl.core import get_global_ctx
@@ -15,6 +17,9 @@ from minisgl.utils import div_even
 
 from .base import StateLessOP
 from .norm import RMSNorm
+
+if TYPE_CHECKING:
+    from minisgl.kernel.program import Buffer, Recorder
 
 
 class AttentionLayer(StateLessOP):
@@ -62,3 +67,14 @@ class AttentionLayer(StateLessOP):
         window = {} if self._window is None else {"window": self._window}
         out = ctx.attn_backend.forward(q, k, v, self._layer_id, batch, **window)
         return out.reshape(len(qkv), num_q * self._head_dim)
+
+    def record(
+        self, program: Recorder, qkv: Buffer, tables: tuple[torch.Tensor, torch.Tensor]
+    ) -> Buffer:
+        """As `forward`; tables: cos and sin by position."""
+        num_q, num_kv = self._num_q, self._num_kv
+        if self._q_norm is not None:
+            self._q_norm.record_heads(program, qkv, 0, num_q)
+        if self._k_norm is not None:
+            self._k_norm.record_heads(program, qkv, num_q * self._head_dim, num_kv)
+        return program.attention(qkv, self._layer_id, num_q, num_kv, tables, self._window)

@@ -13,10 +13,24 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from minisgl.quant import Weight
+from minisgl.kernel.program import CannotRecord
+from minisgl.quant import FloatWeight, StackedWeight, Weight, as_weight
+from minisgl.quant.packed import PackedWeight
 
 Parameter = torch.Tensor | Weight
 T = TypeVar("T", bound="BaseOP")
+
+
+def native_parts(weight: Parameter) -> list[Any]:
+    """The tensors and native packed matrices that a recorded product reads, from top to bottom."""
+    weight = as_weight(weight)
+    if isinstance(weight, StackedWeight):
+        return [part for stacked in weight.parts for part in native_parts(stacked)]
+    if isinstance(weight, FloatWeight):
+        return [weight.tensor]
+    if isinstance(weight, PackedWeight):
+        return [weight.native]
+    raise CannotRecord(f"{type(weight).__name__} has no native product")
 
 
 class BaseOP(ABC):

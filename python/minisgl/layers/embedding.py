@@ -6,14 +6,20 @@ the attention metadata of the batch asks for others.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from minisgl.core import get_global_ctx
 from minisgl.distributed import DistributedCommunicator, current_tp_info
+from minisgl.kernel.program import CannotRecord
 from minisgl.quant import as_weight
 from minisgl.utils import div_ceil
 
-from .base import BaseOP, Parameter
+from .base import BaseOP, Parameter, native_parts
+
+if TYPE_CHECKING:
+    from minisgl.kernel.program import Buffer, Recorder
 
 
 def vocab_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
@@ -43,6 +49,13 @@ class VocabParallelEmbedding(BaseOP):
         outside = (local < 0) | (local >= weight.shape[0])
         rows = weight.rows(local.masked_fill(outside, 0)).masked_fill(outside.unsqueeze(-1), 0)
         return self._comm.all_reduce(rows)
+
+    def record(self, program: Recorder) -> Buffer:
+        """As `forward` of the batch's ids, on one rank."""
+        parts = native_parts(self.weight)
+        if len(parts) > 1:
+            raise CannotRecord("an embedding of several formats")
+        return program.embed(parts[0])
 
 
 class ParallelLMHead(BaseOP):
@@ -84,6 +97,11 @@ class ParallelLMHead(BaseOP):
         if self.bias is not None:
             logits.add_(self.bias)
         return logits if self._tp_size == 1 else self._gather(logits)
+
+    def record(self, program: Recorder, x: Buffer) -> None:
+        """As `project`, on one rank."""
+        owner = self if self._tied_embedding is None else self._tied_embedding
+        program.logits(x, native_parts(owner.weight), self.bias)
 
     def _gather(self, logits: torch.Tensor) -> torch.Tensor:
         per_rank = div_ceil(self._num_embeddings, self._tp_size)

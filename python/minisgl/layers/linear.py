@@ -7,14 +7,19 @@ the input and add up over the ranks. A bias of a row-parallel layer is added onc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from minisgl.distributed import DistributedCommunicator, current_tp_info
+from minisgl.kernel.program import CannotRecord
 from minisgl.quant import as_weight
 from minisgl.utils import div_even
 
-from .base import BaseOP, Parameter
+from .base import BaseOP, Parameter, native_parts
+
+if TYPE_CHECKING:
+    from minisgl.kernel.program import Buffer, Recorder
 
 
 class Linear(BaseOP):
@@ -28,6 +33,12 @@ class Linear(BaseOP):
         """(tokens, in_features) to (tokens, out_features)."""
         y = as_weight(self.weight).matmul(x)
         return y if self.bias is None else y.add_(self.bias)
+
+    def record(self, program: Recorder, x: Buffer) -> Buffer:
+        """As `forward`, on one rank."""
+        if current_tp_info().size > 1:
+            raise CannotRecord("tensor parallelism needs the ranks between its steps")
+        return program.linear(x, native_parts(self.weight), self.bias)
 
 
 class LinearReplicated(Linear):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from minisgl.kernel.torch_ops import fused_add_rmsnorm, rmsnorm
 
 from .base import BaseOP
+
+if TYPE_CHECKING:
+    from minisgl.kernel.program import Buffer, Recorder
 
 
 class RMSNorm(BaseOP):
@@ -24,6 +29,10 @@ class RMSNorm(BaseOP):
         """Normalise `x` in place."""
         x.copy_(rmsnorm(x, self.weight, self._eps))
 
+    def record_heads(self, program: Recorder, x: Buffer, offset: int, num_heads: int) -> None:
+        """`forward_inplace` of the heads that begin at `offset` of each row."""
+        program.head_norm(x, offset, num_heads, self.weight, self._eps)
+
 
 class RMSNormFused(BaseOP):
     """A norm that also adds its input to the residual stream."""
@@ -39,4 +48,13 @@ class RMSNormFused(BaseOP):
         if residual is None:
             return rmsnorm(x, self.weight, self._eps), x
         fused_add_rmsnorm(x, residual, self.weight, self._eps)
+        return x, residual
+
+    def record(
+        self, program: Recorder, x: Buffer, residual: Buffer | None = None
+    ) -> tuple[Buffer, Buffer]:
+        """As `forward`."""
+        if residual is None:
+            return program.rms_norm(x, self.weight, self._eps), x
+        program.add_rms_norm(x, residual, self.weight, self._eps)
         return x, residual

@@ -66,6 +66,11 @@ class RotaryEmbedding(StateLessOP):
             sin.index_select(0, positions).unsqueeze(1),
         )
 
+    def tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of positions below `length` on the CPU, float32 (length, rotary_dim / 2)."""
+        cos, sin = self._table(torch.tensor([length - 1], device="cpu"))
+        return cos[:length], sin[:length]
+
     def _table(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         device = positions.device
         table = self._tables.get(device)

@@ -84,6 +84,8 @@ class LLM(Scheduler):
 
         The requests are checked at once; closing the iterator early ends what is left of them.
         """
+        if not hasattr(self, "engine"):
+            raise InvalidRequestError("this LLM was shut down: make a new one")
         if self._is_streaming:
             raise InvalidRequestError("this LLM is busy: finish or close the stream that it runs")
         msgs = self._make_requests(prompts, sampling_params)
@@ -139,8 +141,14 @@ class LLM(Scheduler):
             )
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(prompts)
-        else:
+        elif isinstance(sampling_params, (list, tuple)):
             params = list(sampling_params)
+        else:
+            raise InvalidRequestError(
+                "sampling_params must be SamplingParams or a list of them, "
+                f"got {type(sampling_params).__name__}",
+                "sampling_params",
+            )
         if len(params) != len(prompts):
             raise InvalidRequestError(
                 f"{len(prompts)} prompts but {len(params)} sampling_params: give one, or one for each",
@@ -186,6 +194,8 @@ class LLM(Scheduler):
 
     def shutdown(self) -> None:
         """Free everything; the object cannot be used afterwards."""
+        if not hasattr(self, "engine"):
+            return
         super().shutdown()
         self.engine.shutdown()
         for name in ("engine", "cache_manager", "table_manager", "token_pool", "prefill_manager"):

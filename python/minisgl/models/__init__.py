@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .blocks import CausalLM
 from .config import ModelConfig, RotaryConfig
+from .packing import pack_stored
 from .registry import create_model
 from .sources import close_sources, load_model_config, open_source
 from .weights import init_dummy_weights, load_model_weights, load_weight, shard_tensor
@@ -22,5 +23,6 @@ __all__ = [
     "load_model_weights",
     "load_weight",
     "open_source",
+    "pack_stored",
     "shard_tensor",
 ]

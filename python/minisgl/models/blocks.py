@@ -6,9 +6,12 @@ heads, windows, experts), the config says so.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from minisgl.core import get_global_ctx
+from minisgl.kernel.program import CannotRecord
 from minisgl.layers import (
     AttentionLayer,
     BaseOP,
@@ -28,6 +31,9 @@ from minisgl.layers import (
 )
 
 from .config import ModelConfig
+
+if TYPE_CHECKING:
+    from minisgl.kernel.program import Buffer, Recorder
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,6 +66,11 @@ class SelfAttention(BaseOP):
         qkv = self.qkv_proj.forward(x)
         return self.o_proj.forward(self._attention.forward(qkv, cos_sin))
 
+    def record(self, program: Recorder, x: Buffer, tables: CosSin) -> Buffer:
+        """As `forward`; tables: cos and sin by position."""
+        qkv = self.qkv_proj.record(program, x)
+        return self.o_proj.record(program, self._attention.record(program, qkv, tables))
+
 
 class GatedMLP(BaseOP):
     """`down(silu(gate(x)) * up(x))`."""
@@ -74,6 +85,11 @@ class GatedMLP(BaseOP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden) to the same."""
         return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(x)))
+
+    def record(self, program: Recorder, x: Buffer) -> Buffer:
+        """As `forward`."""
+        gate_up = self.gate_up_proj.record(program, x)
+        return self.down_proj.record(program, program.gate_mul(gate_up, "silu"))
 
 
 class SparseMLP(BaseOP):
@@ -92,6 +108,10 @@ class SparseMLP(BaseOP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden) to the same."""
         return self.experts.forward(x, self.gate.forward(x))
+
+    def record(self, program: Recorder, x: Buffer) -> Buffer:
+        """There are no native steps for it yet."""
+        raise CannotRecord("a mixture of experts has no native steps")
 
 
 class DecoderLayer(BaseOP):
@@ -112,6 +132,17 @@ class DecoderLayer(BaseOP):
         x = self.self_attn.forward(x, cos_sin)
         x, residual = self.post_attention_layernorm.forward(x, residual)
         return self.mlp.forward(x), residual
+
+    def record(
+        self, program: Recorder, x: Buffer, residual: Buffer | None, tables: CosSin, is_last: bool
+    ) -> tuple[Buffer, Buffer]:
+        """As `forward`; behind the last attention only the wanted rows go on."""
+        x, residual = self.input_layernorm.record(program, x, residual)
+        x = self.self_attn.record(program, x, tables)
+        if is_last:
+            x, residual = program.wanted(x), program.wanted(residual)
+        x, residual = self.post_attention_layernorm.record(program, x, residual)
+        return self.mlp.record(program, x), residual
 
 
 class Decoder(BaseOP):
@@ -139,6 +170,16 @@ class Decoder(BaseOP):
             x, residual = layer.forward(x, residual, cos_sin)
         return self.norm.forward(x, residual)[0]
 
+    def record(self, program: Recorder) -> Buffer:
+        """As `forward`, for the wanted rows."""
+        tables = self._rotary.tables(program.num_positions)
+        x = self.embed_tokens.record(program)
+        residual: Buffer | None = None
+        for layer in self.layers.op_list:
+            is_last = layer is self.layers.op_list[-1]
+            x, residual = layer.record(program, x, residual, tables, is_last)
+        return self.norm.record(program, x, residual)[0]
+
 
 class CausalLM(BaseOP):
     """A decoder and its output head; `forward` takes everything from the current context."""
@@ -162,3 +203,7 @@ class CausalLM(BaseOP):
         """Float32 logits (padded requests, vocabulary): the last position of each."""
         batch = get_global_ctx().batch
         return self.lm_head.forward(self.model.forward(batch.input_ids, batch.positions))
+
+    def record(self, program: Recorder) -> None:
+        """The same as steps of a native program; `CannotRecord` where there is no such step."""
+        self.lm_head.record(program, self.model.record(program))

@@ -256,7 +256,8 @@ class Scheduler:
         batch.input_ids = self.token_pool[input_tuple]
         logits = self.engine.forward(batch)
         output = self.engine.sample(batch, logits, sample_args)
-        self.token_pool[write_tuple] = output.next_tokens_gpu
+        # A row without a token may be computed once more under overlap, so it needs a valid id.
+        self.token_pool[write_tuple] = output.next_tokens_gpu.clamp(min=0)
         for req in batch.reqs:
             req.complete_one()
         self.decode_manager.filter_reqs(batch.reqs)
@@ -294,6 +295,8 @@ class Scheduler:
         with self.cache_manager.lazy_free_region():
             for req, token in zip(batch.reqs, tokens):
                 self._drain(req)
+                if token == NO_TOKEN and req.is_sampled:
+                    req.has_bad_kv = True
                 if req.finish_reason is not None:
                     self._release_if_drained(req)
                 elif req.is_sampled:
@@ -346,7 +349,7 @@ class Scheduler:
 
     def _release(self, req: Req) -> None:
         """The one place where a request's pages and row go back, exactly once."""
-        if req.finish_reason is FinishReason.ERROR:
+        if req.finish_reason is FinishReason.ERROR or req.has_bad_kv:
             self.cache_manager.drop_req(req)
         else:
             self.cache_manager.cache_req(req, finished=True)

@@ -2,9 +2,9 @@
 
 Jinja's sandbox keeps a template from reaching Python's insides, but not from running for ever or
 from filling the memory. So the syntax tree gets a call of `spend` in every loop turn and macro, `~`
-becomes a checked call, and the operators, methods and filters that can make much of little are
-checked before they run and counted after. Imports `jinja2` and the standard library only.
-Invariant: a render ends within its budget or with `BudgetError`.
+and literals become checked calls, and the operators, methods and filters that can make much of
+little are checked before they run and counted after. Imports `jinja2` and the standard library
+only. Invariant: a render ends within its budget or with `BudgetError`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_TEXT_CHARS = 1 << 23
+MAX_TEXT_CHARS = 1 << 22
 MAX_ITEMS = 1 << 18
 MAX_MADE_CHARS = 1 << 28
 MAX_INT_BITS = 256
@@ -36,6 +37,10 @@ _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(?:\d{4,}|\*)|\{[^}]*(?:\d{4,}|\{)")
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _WIDTH_FILTERS = frozenset(
     {"batch", "center", "filesizeformat", "indent", "round", "slice", "tojson", "wordwrap"}
+)
+_FLAT_FILTERS = frozenset(  # these make no text of their input
+    {"count", "d", "default", "first", "items", "last", "length", "list", "map", "max", "min"}
+    | {"reject", "rejectattr", "reverse", "select", "selectattr", "sum"}
 )
 _REMOVED_FILTERS = ("pprint", "random", "urlize", "xmlattr")
 
@@ -76,14 +81,31 @@ def _spend(chars: int = 0) -> None:
 
 
 def _size(value: Any) -> int:
-    """About the number of characters of `str(value)`, without making it."""
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(_size(key) + _size(item) + 8 for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        return sum(_size(item) + 4 for item in value)
-    return 32
+    """About the number of characters of `str(value)`, without making it; `BudgetError` if large.
+
+    Lists that hold one list twice, and so on, are small in memory and without end in print.
+    """
+    total = 0
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, (str, bytes)):
+            total += len(item)
+        elif isinstance(item, Mapping):
+            total += 8 * len(item) + 4
+            stack += item.keys()
+            stack += item.values()
+        elif isinstance(item, (list, tuple)):
+            total += 2 * len(item) + 4
+            stack += item
+        elif isinstance(item, Namespace):
+            total += 16
+            stack.append(item._Namespace__attrs)
+        else:
+            total += 32
+        if total > MAX_TEXT_CHARS:
+            raise BudgetError(f"it makes a text of more than {MAX_TEXT_CHARS} characters")
+    return total
 
 
 def _check_items(count: int) -> None:
@@ -105,12 +127,20 @@ def _check_format(form: str) -> None:
 
 
 def _count(value: Any) -> Any:
-    """Account for a result; lists must be of bounded length."""
+    """Account for a result; lists must be of bounded length, numbers of bounded size."""
     if isinstance(value, (str, bytes)):
         _spend(len(value))
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, Mapping)):
         _check_items(len(value))
-        _spend(8 * len(value))
+        _spend(_size(value))
+    elif isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
+        raise BudgetError("a number is too large")
+    return value
+
+
+def _printable(value: Any) -> Any:
+    """What is about to be printed, if it may be."""
+    _size(value)
     return value
 
 
@@ -161,18 +191,28 @@ def _replace(text: Any, old: str, new: str, count: int | None = None) -> str:
     return whole.replace(old, new, -1 if count is None else count)
 
 
+@pass_environment
+def _sum(
+    environment: Any, iterable: Any, attribute: str | int | None = None, start: Any = 0
+) -> Any:
+    if not isinstance(start, (int, float)):  # adding lists up one by one is quadratic
+        raise BudgetError("the filter sum takes numbers only")
+    if attribute is not None:
+        iterable = map(make_attrgetter(environment, attribute), iterable)
+    return sum(iterable, start)
+
+
 def _checked_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, with its widths checked before and its result counted after."""
 
     @functools.wraps(function)  # keeps the marks by which the library passes its environment
     def checked(*args: Any, **kwargs: Any) -> Any:
-        _spend()
+        given = args[1:] if hasattr(function, "jinja_pass_arg") else args
+        _spend(0 if name in _FLAT_FILTERS else _size(given) + _size(kwargs))
         if name in _WIDTH_FILTERS:
-            skipped = 2 if hasattr(function, "jinja_pass_arg") else 1
-            _check_widths([*args[skipped:], *kwargs.values()])
+            _check_widths([*given[1:], *kwargs.values()])
         elif name == "format":
-            _check_format(str(args[0]))
-            _spend(_size(args[0]) + _size(args[1:]) + _size(kwargs))
+            _check_format(str(given[0]))
         return _count(function(*args, **kwargs))
 
     return checked
@@ -190,7 +230,7 @@ class _Generation(Extension):
 
 
 class _AddChecks(NodeTransformer):
-    """Puts a call of `spend` into every loop and macro, and replaces `~` by a checked call."""
+    """Puts a call of `spend` into every loop and macro, and checks around `~` and literals."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._with_spend(node)
@@ -200,6 +240,18 @@ class _AddChecks(NodeTransformer):
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
         return self._with_spend(node)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return _method_call("checked", [node], node.lineno)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return _method_call("checked", [node], node.lineno)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return _method_call("checked", [node], node.lineno) if node.ctx == "load" else node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
@@ -225,9 +277,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, loopcontrols],
+            finalize=_printable,
         )
-        self.filters |= {"join": _join, "replace": _replace, "tojson": to_json}
+        self.filters |= {"join": _join, "replace": _replace, "sum": _sum, "tojson": to_json}
         for name in _REMOVED_FILTERS:
             self.filters.pop(name, None)
         self.filters = {name: _checked_filter(name, f) for name, f in self.filters.items()}
@@ -237,6 +292,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def spend(self) -> None:
         """Called by every loop turn and macro."""
         _spend()
+
+    def checked(self, value: Any) -> Any:
+        """A list, tuple or dict as written in the template."""
+        return _count(value)
 
     def concatenate(self, *values: Any) -> str:
         """The operator `~`."""

@@ -1,0 +1,187 @@
+// Row operations one by one, and programs of them. minisgl/kernel/native_ops.py and program.py are
+// the only callers and check tensors first; sizes are checked again here where a wrong one would
+// read past the end.
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "bindings.h"
+#include "elementwise.h"
+#include "program.h"
+
+namespace nb = nanobind;
+
+namespace minisgl {
+namespace {
+
+[[noreturn]] void fail(const char* what) { throw std::invalid_argument(what); }
+
+void rms_norm(uint64_t x, int64_t x_stride, uint64_t weight, float eps, int64_t rows, int64_t n,
+              uint64_t out, int64_t out_stride) {
+  nb::gil_scoped_release release;
+  const auto run = elementwise_kernels().rms_norm;
+  for_rows(rows, n, [&](int64_t row) {
+    run(address<float>(x) + row * x_stride, address<float>(weight), n, eps,
+        address<float>(out) + row * out_stride);
+  });
+}
+
+void add_rms_norm(uint64_t x, uint64_t residual, uint64_t weight, float eps, int64_t rows,
+                  int64_t n) {
+  nb::gil_scoped_release release;
+  const auto run = elementwise_kernels().add_rms_norm;
+  for_rows(rows, n, [&](int64_t row) {
+    float* at = address<float>(x) + row * n;
+    run(at, address<float>(residual) + row * n, address<float>(weight), n, eps, at);
+  });
+}
+
+void gate_mul(int kind, uint64_t x, int64_t rows, int64_t n, uint64_t out) {
+  if (kind < 0 || kind >= kNumActivations) fail("no such activation");
+  nb::gil_scoped_release release;
+  const auto run = elementwise_kernels().gate_mul[kind];
+  for_rows(rows, 4 * n, [&](int64_t row) {
+    const float* gate = address<float>(x) + row * 2 * n;
+    run(gate, gate + n, n, address<float>(out) + row * n);
+  });
+}
+
+void add_bias(uint64_t x, uint64_t bias, int64_t rows, int64_t n) {
+  nb::gil_scoped_release release;
+  const auto run = elementwise_kernels().add;
+  for_rows(rows, n, [&](int64_t row) { run(address<float>(x) + row * n, address<float>(bias), n); });
+}
+
+void arg_max(uint64_t x, int64_t rows, int64_t n, int64_t stride, uint64_t values,
+             uint64_t indices) {
+  nb::gil_scoped_release release;
+  const auto run = elementwise_kernels().arg_max;
+  for_rows(rows, n, [&](int64_t row) {
+    const ArgMax best = run(address<float>(x) + row * stride, n);
+    address<float>(values)[row] = best.value;
+    address<int64_t>(indices)[row] = best.index;
+  });
+}
+
+void softmax_stats(uint64_t x, uint64_t inverse_temperature, int64_t rows, int64_t n,
+                   int64_t stride, uint64_t out) {
+  nb::gil_scoped_release release;
+  const auto run = elementwise_kernels().softmax_stats;
+  for_rows(rows, 4 * n, [&](int64_t row) {
+    const float inverse = address<float>(inverse_temperature)[row];
+    const SoftmaxStats stats = run(address<float>(x) + row * stride, n, inverse);
+    address<float>(out)[2 * row] = stats.max;
+    address<float>(out)[2 * row + 1] = stats.sum;
+  });
+}
+
+void candidates(uint64_t x, int64_t rows, int64_t n, int64_t stride, int64_t k, uint64_t values,
+                uint64_t indices, uint64_t counts) {
+  nb::gil_scoped_release release;
+  for_rows(rows, 2 * n, [&](int64_t row) {
+    address<int32_t>(counts)[row] = static_cast<int32_t>(
+        top_candidates(address<float>(x) + row * stride, n, k, address<float>(values) + row * k,
+                       address<int32_t>(indices) + row * k));
+  });
+}
+
+void penalize(uint64_t logits, int64_t n, float repetition, float frequency, float presence,
+              uint64_t counts, uint64_t seen) {
+  nb::gil_scoped_release release;
+  apply_penalties(address<float>(logits), n,
+                  {repetition, frequency, presence, address<int32_t>(counts),
+                   address<uint8_t>(seen)});
+}
+
+// (is packed, format or kind of float, address, rows, columns, stride)
+using MatrixTuple = std::tuple<bool, int, uint64_t, int64_t, int64_t, int64_t>;
+
+MatrixRef matrix(const MatrixTuple& tuple) {
+  constexpr int64_t kMaxDim = int64_t{1} << 31;
+  const auto [packed, kind, data, rows, columns, stride] = tuple;
+  if (rows < 1 || columns < 1 || rows >= kMaxDim || columns >= kMaxDim) fail("bad shape");
+  if (kind < 0 || kind >= (packed ? kNumFormats : kNumFloatKinds)) fail("no such format");
+  if (data == 0 || (!packed && stride < columns)) fail("bad matrix");
+  MatrixRef ref{packed, {packed ? static_cast<Format>(kind) : Format::kQ4, rows, columns, nullptr},
+                packed ? FloatKind::kFloat32 : static_cast<FloatKind>(kind), address<void>(data),
+                stride};
+  if (packed) ref.view.data = address<uint8_t>(data);
+  return ref;
+}
+
+void linear(Program& program, int x, const std::vector<MatrixTuple>& parts, int out) {
+  std::vector<MatrixRef> refs;
+  for (const MatrixTuple& part : parts) refs.push_back(matrix(part));
+  program.linear(x, refs, out);
+}
+
+void run(Program& program, int64_t num_tokens, uint64_t ids, uint64_t positions, uint64_t out_loc,
+         int64_t num_requests, uint64_t query_lens, uint64_t kv_lens, uint64_t rows,
+         int64_t row_stride, int64_t row_length, int64_t num_wanted, uint64_t wanted,
+         uint64_t logits, int64_t logits_stride) {
+  nb::gil_scoped_release release;
+  program.run({num_tokens, address<int32_t>(ids), address<int32_t>(positions),
+               address<int32_t>(out_loc), num_requests, address<int32_t>(query_lens),
+               address<int32_t>(kv_lens), address<int32_t>(rows), row_stride, row_length,
+               num_wanted, address<int64_t>(wanted), address<float>(logits), logits_stride});
+}
+
+nb::list take_profile(Program& program) {
+  nb::list result;
+  for (const StepTime& time : program.take_profile()) {
+    result.append(nb::make_tuple(time.name, time.nanoseconds, time.bytes));
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_program(nb::module_& m) {
+  m.def("rms_norm", &rms_norm);
+  m.def("add_rms_norm", &add_rms_norm);
+  m.def("gate_mul", &gate_mul);
+  m.def("add_bias", &add_bias);
+  m.def("arg_max", &arg_max);
+  m.def("softmax_stats", &softmax_stats);
+  m.def("candidates", &candidates);
+  m.def("penalize", &penalize);
+  nb::class_<Program>(m, "Program")
+      .def(nb::init<int64_t, int64_t, int64_t>())
+      .def_prop_ro("num_steps", &Program::num_steps)
+      .def("add_buffer", &Program::add_buffer)
+      .def("embed", [](Program& p, const MatrixTuple& weight, int out) {
+        p.embed(matrix(weight), out);
+      })
+      .def("rms_norm", [](Program& p, int x, int64_t size, int64_t offset, int64_t count,
+                          uint64_t weight, float eps, int out) {
+        p.rms_norm(x, size, offset, count, address<float>(weight), eps, out);
+      })
+      .def("add_rms_norm", [](Program& p, int x, int residual, uint64_t weight, float eps) {
+        p.add_rms_norm(x, residual, address<float>(weight), eps);
+      })
+      .def("gate_mul", [](Program& p, int kind, int x, int out) {
+        if (kind < 0 || kind >= kNumActivations) fail("no such activation");
+        p.gate_mul(static_cast<Activation>(kind), x, out);
+      })
+      .def("bias", [](Program& p, int x, uint64_t bias, int64_t n) {
+        p.bias(x, address<float>(bias), n);
+      })
+      .def("linear", &linear)
+      .def("attention",
+           [](Program& p, int qkv, int out, int64_t num_q, int64_t num_kv, int64_t head_dim,
+              int64_t rotary_half, uint64_t cos, uint64_t sin, uint64_t k, uint64_t v, int kv_kind,
+              int64_t window) {
+             p.attention(qkv, out, {num_q, num_kv, head_dim, rotary_half, address<float>(cos),
+                                    address<float>(sin), address<void>(k), address<void>(v),
+                                    kv_kind, window});
+           })
+      .def("select", &Program::select)
+      .def("run", &run)
+      .def("set_profile", &Program::set_profile)
+      .def("take_profile", &take_profile);
+}
+
+}  // namespace minisgl

@@ -1,0 +1,169 @@
+// A model's forward as a flat list of native steps, recorded once and run for any batch.
+//
+// A buffer is a number at recording and holds one row per token at running. Tokens run in tiles of
+// at most 512: since no row depends on its neighbours, cutting a batch up changes no bit, and
+// scratch memory stays bounded and near the processor. A tile may begin or end inside a request;
+// that is chunked prefill.
+//
+// Steps are of two kinds. A row step works on one token; neighbouring row steps are run together,
+// token by token, in one parallel region (or in none, for few tokens). A whole step works on the
+// tile and brings its own parallelism: a matrix product, attention. Steps after `select` see only
+// the rows whose logits are wanted.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "activations.h"
+#include "elementwise.h"
+#include "matmul.h"
+
+namespace minisgl {
+
+constexpr int64_t kTileRows = 512;
+constexpr int kLogits = -1;  // in place of an output buffer: the caller's logits
+
+// A weight matrix: packed, or of floats `stride` elements apart. Memory belongs to someone else.
+struct MatrixRef {
+  bool packed;
+  PackedView view;  // rows and columns are valid in both cases
+  FloatKind kind;
+  const void* data;
+  int64_t stride;
+};
+
+// Everything a run needs; checked by run(). Requests lie one after the other in the tokens.
+struct RunArgs {
+  int64_t num_tokens;
+  const int32_t* input_ids;
+  const int32_t* positions;
+  const int32_t* out_loc;
+  int64_t num_requests;
+  const int32_t* query_lens;
+  const int32_t* kv_lens;  // including the query tokens
+  const int32_t* rows;     // token locations, row_length of them every row_stride
+  int64_t row_stride, row_length;
+  int64_t num_wanted;
+  const int64_t* wanted;  // rising token rows
+  float* logits;
+  int64_t logits_stride;
+};
+
+struct TileRequests;
+
+// The tokens that a step works on.
+struct Tile {
+  int64_t rows;
+  const int32_t* ids;
+  const int32_t* positions;
+  const int32_t* out_loc;
+  const TileRequests* requests;
+  float* logits;
+};
+
+// The requests that a tile touches: how many of its tokens belong to each, and how long its KV is
+// at the last of them.
+struct TileRequests {
+  std::vector<int32_t> query_start, kv_len;
+  int64_t first = 0;  // request of the batch
+  const int32_t* rows = nullptr;
+  int64_t row_stride = 0;
+  int64_t count() const { return static_cast<int64_t>(kv_len.size()); }
+};
+
+// What an attention step needs besides its buffers.
+struct AttentionParams {
+  int64_t num_q, num_kv, head_dim;
+  int64_t rotary_half;     // columns of the tables
+  const float *cos, *sin;  // by position
+  void *k_cache, *v_cache;
+  int kv_kind;
+  int64_t window;  // 0: none
+};
+
+struct StepTime {
+  std::string name;
+  int64_t nanoseconds;
+  int64_t bytes;  // of weights read
+};
+
+class Program {
+ public:
+  using RowFn = std::function<void(const Tile&, int64_t row)>;
+  using WholeFn = std::function<void(const Tile&)>;
+
+  // Ids, locations and positions that a run may use: [0, limit) each.
+  Program(int64_t num_ids, int64_t num_locations, int64_t num_positions);
+  ~Program();
+
+  int add_buffer(int64_t width);
+  int64_t width(int buffer) const;
+
+  void embed(const MatrixRef& weight, int out);
+  void rms_norm(int x, int64_t width, int64_t offset, int64_t count, const float* weight, float eps,
+                int out);
+  void add_rms_norm(int x, int residual, const float* weight, float eps);
+  void gate_mul(Activation kind, int x, int out);
+  void bias(int x, const float* bias, int64_t n);
+  void linear(int x, const std::vector<MatrixRef>& parts, int out);
+  // Rotates q and k inside qkv, stores k and v, attends.
+  void attention(int qkv, int out, const AttentionParams& params);
+  // Copies the wanted rows of x to `to`; all selects of a program stand together.
+  void select(int x, int to);
+
+  // For families of steps that live elsewhere (attention).
+  void add_row_step(const char* name, int64_t elements, RowFn fn);
+  void add_whole_step(const char* name, int64_t bytes, WholeFn fn);
+  float* at(int buffer, int64_t row = 0) const {
+    return buffers_[buffer].data + row * buffers_[buffer].width;
+  }
+
+  // Throws std::invalid_argument or std::out_of_range before anything is written.
+  void run(const RunArgs& args);
+
+  // Time by kind of step over the runs since the last call; empty unless `on` was set before.
+  void set_profile(bool on) { profile_ = on; }
+  std::vector<StepTime> take_profile();
+  size_t num_steps() const { return steps_.size(); }
+
+ private:
+  struct Buffer {
+    int64_t width;
+    float* data;
+  };
+  struct Step {
+    const char* name;
+    int64_t elements, bytes;
+    RowFn row;
+    WholeFn whole;
+  };
+  using Quantized = std::shared_ptr<std::unique_ptr<Activations>>;
+
+  bool in_tail() const { return tail_begin_ > 0; }
+  Quantized quantized(int64_t columns);
+  void check(const RunArgs& args) const;
+  void reserve(int64_t rows);
+  void run_steps(const Tile& tile, size_t begin, size_t end);
+  void run_timed(size_t begin, size_t end, const std::function<void()>& body);
+  void cut_requests(const RunArgs& args, int64_t begin, int64_t end, TileRequests* out) const;
+  int64_t run_tail(int64_t rows, const RunArgs& args, int64_t done);
+
+  int64_t num_ids_, num_locations_, num_positions_;
+  std::vector<Buffer> buffers_;
+  std::vector<Step> steps_;
+  std::vector<std::pair<int, int>> selects_;
+  std::map<std::pair<int64_t, bool>, Quantized> quantized_;
+  size_t tail_begin_ = 0;
+  int64_t capacity_ = 0;       // rows of each buffer
+  int64_t logits_stride_ = 0;  // of the run in progress
+  std::mutex busy_;
+  bool profile_ = false;
+  std::vector<StepTime> times_;
+};
+
+}  // namespace minisgl

@@ -1,0 +1,160 @@
+// The steps that every program is made of; attention has a file of its own.
+#include <cstring>
+#include <stdexcept>
+
+#include "half.h"
+#include "pack.h"
+#include "program.h"
+
+namespace minisgl {
+namespace {
+
+[[noreturn]] void fail(const char* what) { throw std::invalid_argument(what); }
+
+void widen_row(FloatKind kind, const void* from, int64_t n, float* to) {
+  const auto* half = static_cast<const uint16_t*>(from);
+  switch (kind) {
+    case FloatKind::kFloat32:
+      std::memcpy(to, from, static_cast<size_t>(n) * 4);
+      return;
+    case FloatKind::kFloat16:
+      for (int64_t i = 0; i < n; ++i) to[i] = half_to_float(half[i]);
+      return;
+    case FloatKind::kBfloat16:
+      for (int64_t i = 0; i < n; ++i) {
+        const uint32_t bits = static_cast<uint32_t>(half[i]) << 16;
+        std::memcpy(to + i, &bits, 4);
+      }
+  }
+}
+
+int64_t float_bytes(FloatKind kind) { return kind == FloatKind::kFloat32 ? 4 : 2; }
+
+}  // namespace
+
+int Program::add_buffer(int64_t width) {
+  if (width < 1 || width >= int64_t{1} << 31) fail("bad width of a buffer");
+  if (capacity_ > 0) fail("the program has already run");
+  buffers_.push_back({width, nullptr});
+  return static_cast<int>(buffers_.size()) - 1;
+}
+
+int64_t Program::width(int buffer) const {
+  if (buffer < 0 || buffer >= static_cast<int>(buffers_.size())) fail("no such buffer");
+  return buffers_[buffer].width;
+}
+
+void Program::add_row_step(const char* name, int64_t elements, RowFn fn) {
+  steps_.push_back({name, elements, 0, std::move(fn), nullptr});
+}
+
+void Program::add_whole_step(const char* name, int64_t bytes, WholeFn fn) {
+  steps_.push_back({name, 0, bytes, nullptr, std::move(fn)});
+}
+
+void Program::embed(const MatrixRef& weight, int out) {
+  if (in_tail()) fail("tokens are looked up before rows are selected");
+  if (weight.view.columns != width(out)) fail("embedding and buffer differ in width");
+  if (weight.view.rows < num_ids_) fail("the embedding has fewer rows than there are ids");
+  add_row_step("embed", weight.view.columns, [=](const Tile& tile, int64_t row) {
+    const int64_t id = tile.ids[row];
+    if (weight.packed) return unpack_row(weight.view, id, at(out, row));
+    const auto* first = static_cast<const char*>(weight.data);
+    widen_row(weight.kind, first + id * weight.stride * float_bytes(weight.kind),
+              weight.view.columns, at(out, row));
+  });
+}
+
+void Program::rms_norm(int x, int64_t size, int64_t offset, int64_t count, const float* weight,
+                       float eps, int out) {
+  const int64_t last = size * count + offset;
+  if (size < 1 || count < 1 || offset < 0) fail("bad shape of a norm");
+  if (last > width(x) || last > width(out)) fail("norm and buffer differ in width");
+  const auto run = elementwise_kernels().rms_norm;
+  add_row_step("norm", size * count, [=](const Tile&, int64_t row) {
+    const float* from = at(x, row) + offset;
+    float* to = at(out, row) + offset;
+    for (int64_t i = 0; i < count; ++i) run(from + i * size, weight, size, eps, to + i * size);
+  });
+}
+
+void Program::add_rms_norm(int x, int residual, const float* weight, float eps) {
+  const int64_t n = width(x);
+  if (width(residual) != n || x == residual) fail("norm and residual do not match");
+  const auto run = elementwise_kernels().add_rms_norm;
+  add_row_step("norm", n, [=](const Tile&, int64_t row) {
+    run(at(x, row), at(residual, row), weight, n, eps, at(x, row));
+  });
+}
+
+void Program::gate_mul(Activation kind, int x, int out) {
+  const int64_t n = width(out);
+  if (width(x) != 2 * n) fail("gate and up do not match the output");
+  const auto run = elementwise_kernels().gate_mul[static_cast<int>(kind)];
+  add_row_step("gate", 4 * n, [=](const Tile&, int64_t row) {
+    run(at(x, row), at(x, row) + n, n, at(out, row));
+  });
+}
+
+void Program::bias(int x, const float* bias, int64_t n) {
+  const auto run = elementwise_kernels().add;
+  if (x == kLogits) {
+    if (!in_tail()) fail("logits before rows are selected");
+    return add_row_step("bias", n, [=](const Tile& tile, int64_t row) {
+      run(tile.logits + row * logits_stride_, bias, n);
+    });
+  }
+  if (width(x) != n) fail("bias and buffer differ in width");
+  add_row_step("bias", n, [=](const Tile&, int64_t row) { run(at(x, row), bias, n); });
+}
+
+Program::Quantized Program::quantized(int64_t columns) {
+  Quantized& slot = quantized_[{columns, in_tail()}];
+  if (!slot) slot = std::make_shared<std::unique_ptr<Activations>>();
+  return slot;
+}
+
+void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
+  const int64_t columns = width(x);
+  int64_t rows = 0, bytes = 0;
+  bool any_packed = false;
+  for (const MatrixRef& part : parts) {
+    if (part.view.columns != columns) fail("weight and input differ in columns");
+    rows += part.view.rows;
+    bytes += part.packed ? part.view.bytes() : part.view.rows * columns * float_bytes(part.kind);
+    any_packed |= part.packed;
+  }
+  if (out == kLogits ? !in_tail() || rows != num_ids_ : rows != width(out) || out == x) {
+    fail("weight and output do not match");
+  }
+  Quantized input;
+  if (any_packed) {
+    input = quantized(columns);
+    add_whole_step("quantize", 0, [=](const Tile&) { (*input)->quantize(at(x), columns); });
+  }
+  add_whole_step(out == kLogits ? "head" : "linear", bytes, [=](const Tile& tile) {
+    float* to = out == kLogits ? tile.logits : at(out);
+    const int64_t stride = out == kLogits ? logits_stride_ : rows;
+    std::vector<PackedJob> jobs;
+    for (const MatrixRef& part : parts) {
+      if (part.packed) {
+        jobs.push_back({part.view, to, stride});
+      } else {
+        matmul_float(part.kind, {part.data, part.stride, at(x), columns, to, stride,
+                                 part.view.rows, tile.rows, columns});
+      }
+      to += part.view.rows;
+    }
+    if (!jobs.empty()) matmul_packed(**input, jobs.data(), static_cast<int>(jobs.size()));
+  });
+}
+
+void Program::select(int x, int to) {
+  if (width(x) != width(to) || x == to) fail("selected rows and buffer do not match");
+  if (in_tail() && steps_.size() > tail_begin_) fail("all selects stand together");
+  if (steps_.empty()) fail("nothing to select from");
+  tail_begin_ = steps_.size();
+  selects_.emplace_back(x, to);
+}
+
+}  // namespace minisgl

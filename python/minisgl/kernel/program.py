@@ -1,0 +1,299 @@
+"""A model's forward recorded once and replayed natively, without Python in its way.
+
+A `Recorder` is handed through the layers' `record` methods. Each call notes one step over virtual
+buffers (a row per token); `finish()` gives buffers that are never alive together the same memory and
+makes the native program. Weights are named by address, so the program keeps all of them alive; a
+float32 weight that is written in place takes effect, one that is replaced does not.
+
+Invariant: a row of the result depends on that row's request alone, to the bit. May import `env` and
+`utils`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .native import FLOAT_KINDS, FORMATS, load
+from .native_ops import ACTIVATIONS
+
+LOGITS = -1  # the native name of the caller's logits
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class CannotRecord(Exception):
+    """This model or device has no native program; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A float32 matrix with a row per token, known by its number while recording."""
+
+    index: int
+    width: int
+
+
+@dataclass(slots=True)
+class _Step:
+    """A call of `method` with what `arguments` makes of the native numbers of `buffers`."""
+
+    method: str
+    buffers: tuple[Buffer, ...]
+    arguments: Callable[..., tuple[Any, ...]]
+
+
+class Recorder:
+    """Notes the steps of a forward.
+
+    num_ids: token ids are below it, and there are as many logits. kv_cache: the pool whose
+    `k_cache(layer)` and `v_cache(layer)` are written and read. num_positions: positions are below.
+    """
+
+    def __init__(self, num_ids: int, kv_cache: Any, num_positions: int) -> None:
+        self.num_positions = num_positions
+        self._num_ids = num_ids
+        self._kv_cache = kv_cache
+        self._steps: list[_Step] = []
+        self._widths: list[int] = []
+        self._kept: list[Any] = []
+        self._selected: set[int] = set()
+
+    def embed(self, weight: Any) -> Buffer:
+        """The row of `weight` for each token."""
+        matrix = self._matrix(weight)
+        out = self._buffer(matrix[4])
+        self._note("embed", (out,), lambda out: (matrix, out))
+        return out
+
+    def rms_norm(self, x: Buffer, weight: torch.Tensor, eps: float) -> Buffer:
+        """`rmsnorm(x)` in a buffer of its own."""
+        address = self._vector(weight, x.width)
+        out, width = self._buffer(x.width), x.width
+        self._note("rms_norm", (x, out), lambda x, out: (x, width, 0, 1, address, eps, out))
+        return out
+
+    def head_norm(
+        self, x: Buffer, offset: int, num_heads: int, weight: torch.Tensor, eps: float
+    ) -> None:
+        """In place: norm each of `num_heads` heads, the first of which begins at `offset`."""
+        dim = weight.numel()
+        address = self._vector(weight, dim)
+        self._note("rms_norm", (x,), lambda x: (x, dim, offset, num_heads, address, eps, x))
+
+    def add_rms_norm(self, x: Buffer, residual: Buffer, weight: torch.Tensor, eps: float) -> None:
+        """In place: `residual += x`, then `x = rmsnorm(residual)`."""
+        address = self._vector(weight, x.width)
+        self._note("add_rms_norm", (x, residual), lambda x, r: (x, r, address, eps))
+
+    def gate_mul(self, x: Buffer, activation: str = "silu") -> Buffer:
+        """`activation(gate) * up` of gate and up side by side."""
+        kind = ACTIVATIONS[activation]
+        out = self._buffer(x.width // 2)
+        self._note("gate_mul", (x, out), lambda x, out: (kind, x, out))
+        return out
+
+    def linear(
+        self, x: Buffer, parts: Sequence[Any], bias: torch.Tensor | None = None
+    ) -> Buffer:
+        """`x @ W^T + bias`, the rows of W being those of all `parts`."""
+        matrices = [self._matrix(part) for part in parts]
+        out = self._buffer(sum(matrix[3] for matrix in matrices))
+        self._note("linear", (x, out), lambda x, out: (x, matrices, out))
+        if bias is not None:
+            address, width = self._vector(bias, out.width), out.width
+            self._note("bias", (out,), lambda out: (out, address, width))
+        return out
+
+    def attention(
+        self,
+        qkv: Buffer,
+        layer_id: int,
+        num_q: int,
+        num_kv: int,
+        tables: tuple[torch.Tensor, torch.Tensor],
+        window: int | None,
+    ) -> Buffer:
+        """Rotate q and k, store k and v, attend; qkv is overwritten.
+
+        tables: cos and sin, float32 (num_positions, rotary_dim / 2).
+        """
+        k_cache, v_cache = self._kv_cache.k_cache(layer_id), self._kv_cache.v_cache(layer_id)
+        if k_cache.dtype not in KV_KINDS or k_cache.device.type != "cpu":
+            raise CannotRecord(f"KV is {k_cache.dtype} on {k_cache.device}")
+        if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+            raise CannotRecord("KV is not contiguous")
+        dim = k_cache.shape[-1]
+        half = tables[0].shape[1]
+        for table in tables:
+            if table.shape != (self.num_positions, half) or table.dtype is not torch.float32:
+                raise ValueError(f"rotary table of shape {tuple(table.shape)}, {table.dtype}")
+        cos, sin = (table.contiguous() for table in tables)
+        self._kept += [k_cache, v_cache, cos, sin]
+        numbers = (
+            num_q, num_kv, dim, half, cos.data_ptr(), sin.data_ptr(), k_cache.data_ptr(),
+            v_cache.data_ptr(), KV_KINDS[k_cache.dtype], window or 0,
+        )  # fmt: skip
+        out = self._buffer(num_q * dim)
+        self._note("attention", (qkv, out), lambda qkv, out: (qkv, out, *numbers))
+        return out
+
+    def wanted(self, x: Buffer) -> Buffer:
+        """The rows whose logits are wanted; from here on only those are computed."""
+        out = self._buffer(x.width)
+        self._selected.add(out.index)
+        self._note("select", (x, out), lambda x, out: (x, out))
+        return out
+
+    def logits(
+        self, x: Buffer, parts: Sequence[Any], bias: torch.Tensor | None = None
+    ) -> None:
+        """The end: the output head, into the caller's matrix."""
+        matrices = [self._matrix(part) for part in parts]
+        self._note("linear", (x,), lambda x: (x, matrices, LOGITS))
+        if bias is not None:
+            address = self._vector(bias, self._num_ids)
+            self._note("bias", (), lambda: (LOGITS, address, self._num_ids))
+
+    def finish(self) -> Program:
+        """The program of everything that was noted."""
+        k_cache = self._kv_cache.k_cache(0)
+        num_locations = k_cache.shape[0] * k_cache.shape[1]
+        native = load().Program(self._num_ids, num_locations, self.num_positions)
+        last_use = {buffer.index: i for i, step in enumerate(self._steps) for buffer in step.buffers}
+        numbers: dict[int, int] = {}
+        free: dict[int, list[int]] = {}
+        for i, step in enumerate(self._steps):
+            for buffer in step.buffers:
+                if buffer.index in numbers:
+                    continue
+                reusable = free.get(buffer.width, [])
+                # Selected rows wait while later tokens run: their memory is nobody else's.
+                can_reuse = reusable and buffer.index not in self._selected
+                number = reusable.pop() if can_reuse else native.add_buffer(buffer.width)
+                numbers[buffer.index] = number
+            arguments = step.arguments(*(numbers[buffer.index] for buffer in step.buffers))
+            getattr(native, step.method)(*arguments)
+            for buffer in step.buffers:
+                if last_use[buffer.index] == i and buffer.index not in self._selected:
+                    free.setdefault(buffer.width, []).append(numbers[buffer.index])
+        return Program(native, self._num_ids, self._kept)
+
+    def _note(
+        self, method: str, buffers: tuple[Buffer, ...], arguments: Callable[..., tuple[Any, ...]]
+    ) -> None:
+        self._steps.append(_Step(method, buffers, arguments))
+
+    def _buffer(self, width: int) -> Buffer:
+        self._widths.append(width)
+        return Buffer(len(self._widths) - 1, width)
+
+    def _matrix(self, weight: Any) -> tuple[bool, int, int, int, int, int]:
+        """(is packed, format, address, rows, columns, stride) of a native or a torch matrix."""
+        self._kept.append(weight)
+        if not isinstance(weight, torch.Tensor):
+            rows, columns = weight.rows, weight.columns
+            return True, FORMATS[weight.format], weight.address, rows, columns, columns
+        if weight.dtype not in FLOAT_KINDS or weight.device.type != "cpu" or weight.dim() != 2:
+            raise CannotRecord(f"a weight is {weight.dtype} on {weight.device}")
+        if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
+            raise CannotRecord(f"a weight has the strides {weight.stride()}")
+        kind = FLOAT_KINDS[weight.dtype]
+        return False, kind, weight.data_ptr(), *weight.shape, weight.stride(0)
+
+    def _vector(self, weight: torch.Tensor, size: int) -> int:
+        """The address of `size` floats."""
+        if weight.device.type != "cpu" or not weight.dtype.is_floating_point:
+            raise CannotRecord(f"a weight is {weight.dtype} on {weight.device}")
+        if weight.shape != (size,):
+            raise ValueError(f"expected a vector of {size}, not {tuple(weight.shape)}")
+        floats = weight.float().contiguous()
+        self._kept.append(floats)
+        return floats.data_ptr()
+
+
+class Program:
+    """A recorded forward. `run` may be called for any batch, by one thread after the other."""
+
+    def __init__(self, native: Any, vocab_size: int, kept: list[Any]) -> None:
+        self._native = native
+        self._vocab_size = vocab_size
+        self._kept = kept
+
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_loc: torch.Tensor,
+        query_lens: torch.Tensor,
+        kv_lens: torch.Tensor,
+        rows: torch.Tensor,
+        wanted: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Float32 logits (wanted, vocabulary), into `out` if given; K and V go to `out_loc`.
+
+        input_ids, positions, out_loc: ints (tokens,), request after request. query_lens, kv_lens:
+        ints (requests,), KV including the query. rows: int32 (requests, length), token locations.
+        wanted: token rows (n,) whose logits are computed. `ValueError` or `IndexError` before
+        anything is written.
+        """
+        ids = _ints("input_ids", input_ids)
+        size = (len(ids),)
+        positions, out_loc = _ints("positions", positions, size), _ints("out_loc", out_loc, size)
+        query_lens = _ints("query_lens", query_lens)
+        kv_lens = _ints("kv_lens", kv_lens, query_lens.shape)
+        if rows.dim() != 2 or rows.dtype is not torch.int32 or rows.device.type != "cpu":
+            raise TypeError(f"rows must be int32 (requests, length), not {rows.dtype}")
+        if len(rows) != len(query_lens):
+            raise ValueError(f"there are {len(rows)} rows for {len(query_lens)} requests")
+        rows = rows if rows.stride(1) == 1 or rows.shape[1] < 2 else rows.contiguous()
+        wanted = _ints("wanted", wanted, dtype=torch.int64)
+        shape = (len(wanted), self._vocab_size)
+        logits = torch.empty(shape) if out is None else _output(out, shape)
+        self._native.run(
+            len(ids), ids.data_ptr(), positions.data_ptr(), out_loc.data_ptr(),
+            len(query_lens), query_lens.data_ptr(), kv_lens.data_ptr(),
+            rows.data_ptr(), rows.stride(0), rows.shape[1],
+            len(wanted), wanted.data_ptr(), logits.data_ptr(), logits.stride(0),
+        )  # fmt: skip
+        return logits
+
+    @property
+    def num_steps(self) -> int:
+        """How many native steps a forward takes."""
+        return self._native.num_steps
+
+    def set_profile(self, is_on: bool) -> None:
+        """Whether runs note how long each kind of step takes."""
+        self._native.set_profile(is_on)
+
+    def take_profile(self) -> list[tuple[str, int, int]]:
+        """(kind of step, nanoseconds, bytes of weights read) since the last call."""
+        return self._native.take_profile()
+
+
+def _ints(
+    name: str,
+    values: torch.Tensor,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype = torch.int32,
+) -> torch.Tensor:
+    """`values` as a contiguous vector of `dtype` on the CPU."""
+    if not isinstance(values, torch.Tensor) or values.device.type != "cpu":
+        raise TypeError(f"{name} must be a tensor on the CPU")
+    if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype is torch.bool:
+        raise TypeError(f"{name} must be integers, not {values.dtype}")
+    if values.dim() != 1 or (shape is not None and values.shape != shape):
+        raise ValueError(f"{name} has the shape {tuple(values.shape)}, expected {shape or '(n,)'}")
+    return values.to(dtype).contiguous()
+
+
+def _output(out: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    if out.dtype is not torch.float32 or out.device.type != "cpu":
+        raise TypeError(f"out must be float32 on the CPU, not {out.dtype} on {out.device}")
+    if tuple(out.shape) != shape or out.stride(1) != 1 or out.stride(0) < shape[1]:
+        raise ValueError(f"out is {tuple(out.shape)} with strides {out.stride()}, not {shape}")
+    return out

@@ -1,0 +1,41 @@
+"""Keeps quantised sources packed: the `pack` argument of `load_model_weights`.
+
+The parts of one weight (q/k/v, gate/up) become one packed matrix if they have one type, else a
+stack of packed matrices. Whatever cannot be packed is left to the loader, which makes floats of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from minisgl.quant import StackedWeight, Weight
+from minisgl.quant.packed import GGUF_FORMATS, PackedWeight
+from minisgl.utils.gguf import TENSOR_TYPES
+
+from .sources import BlockTensor, SourceTensor
+
+_TYPE_IDS = {name: type_id for type_id, (name, _, _) in TENSOR_TYPES.items()}
+
+
+def pack_stored(name: str, parts: Sequence[SourceTensor]) -> Weight | None:
+    """The parts of a matrix packed as they are stored; None if any of them is not quantised so."""
+    blocks = [part for part in parts if isinstance(part, BlockTensor)]
+    if len(blocks) < len(parts) or any(_type_id(part) not in GGUF_FORMATS for part in blocks):
+        return None
+    packed = [_pack_rows(list(same)) for _, same in groupby(blocks, key=_type_id)]
+    return packed[0] if len(packed) == 1 else StackedWeight(packed)
+
+
+def _type_id(part: BlockTensor) -> int:
+    return _TYPE_IDS[part.type_name]
+
+
+def _pack_rows(parts: list[BlockTensor]) -> PackedWeight:
+    """Matrices of one type, on top of each other."""
+    rows = [part.rows() for part in parts]
+    raw = rows[0] if len(rows) == 1 else torch.cat(rows)
+    shape = (raw.shape[0], parts[0].shape[1])
+    return PackedWeight.from_gguf(raw.reshape(-1).numpy(), _type_id(parts[0]), shape)

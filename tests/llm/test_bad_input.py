@@ -1,0 +1,348 @@
+"""Bad input: one typed error that names the thing and the way out, before any work; the LLM lives on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from minisgl.core import SamplingParams
+from minisgl.llm import LLM
+from minisgl.params import InvalidRequestError, MinisglError, ModelLoadError, UnsupportedModelError
+
+from tests.llm.tiny import VOCAB_SIZE, write_model
+
+REFERENCE = ([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
+
+
+@pytest.fixture(scope="module")
+def reference(llm: LLM) -> list[dict[str, Any]]:
+    return llm.generate(*REFERENCE)
+
+
+@pytest.fixture
+def checked(llm: LLM, reference: list[dict[str, Any]]) -> Iterator[LLM]:
+    """The LLM; no step may run in the test, and it must be usable after it."""
+    steps: list[Any] = []
+    llm.step_listeners.append(steps.append)
+    yield llm
+    llm.step_listeners.clear()
+    assert steps == []
+    assert llm.is_idle and llm.table_manager.available_size == 16
+    assert llm.generate(*REFERENCE) == reference
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], ["prompt 1", "empty"]),
+        ("", ["prompt 1", "empty"]),
+        ([5, VOCAB_SIZE], ["prompt 1", "260", "vocabulary"]),
+        ([-1, 5], ["prompt 1", "-1", "vocabulary"]),
+        ([2**31], ["prompt 1", "32 bits"]),
+        ([2**70], ["prompt 1", "token ids"]),
+        ([1] * 256, ["prompt 1", "256 tokens", "--max-seq-len-override"]),
+        ([1] * 10_000, ["prompt 1", "10000 tokens", "shorten"]),
+        ("x" * 100_000, ["prompt 1", "100000 tokens", "shorten"]),
+        ([1.5], ["prompt 1", "token ids"]),
+        ([True], ["prompt 1", "token ids"]),
+        ([None], ["prompt 1", "token ids"]),
+        (["a"], ["prompt 1", "token ids"]),
+        ([[1]], ["prompt 1", "token ids"]),
+        ([[1], [2, 3]], ["prompt 1", "token ids"]),
+        (5, ["prompt 1", "token ids"]),
+        (None, ["prompt 1", "token ids"]),
+        (b"bytes", ["prompt 1", "token ids"]),
+        ({"a": 1}, ["prompt 1", "token ids"]),
+        (torch.zeros(3), ["prompt 1", "token ids"]),
+        (torch.zeros(2, 2, dtype=torch.int32), ["prompt 1", "token ids"]),
+        (torch.zeros(3, device="meta", dtype=torch.int32), ["prompt 1", "token ids"]),
+        ("a lone surrogate \ud800", ["prompt 1"]),
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+def test_a_prompt_that_cannot_run_is_refused_before_any_work(
+    checked: LLM, prompt: Any, words: list[str]
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        checked.generate([[5, 6], prompt])
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("prompts", [5, None, {1, 2}, {"a": 1}, b"ab", 1.5, object()])
+def test_prompts_must_be_a_list(checked: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="prompts must be a list"):
+        checked.generate(prompts)
+
+
+def test_one_flat_list_of_token_ids_is_explained(checked: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="flat list of integers"):
+        checked.generate([1, 2, 3])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("params", [5, "greedy", {"max_tokens": 5}, [None], [{}], 1.5, object()])
+def test_sampling_params_must_be_sampling_params(checked: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="sampling_params"):
+        checked.generate([[5, 6]], params)
+
+
+BAD_FIELDS: list[tuple[str, Any]] = [
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", None),
+    ("max_tokens", 2.0),
+    ("max_tokens", 2**63),
+    ("temperature", -0.1),
+    ("temperature", float("nan")),
+    ("temperature", float("inf")),
+    ("temperature", "hot"),
+    ("top_k", 0),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("top_p", None),
+    ("min_p", -0.5),
+    ("min_p", 2),
+    ("seed", "x"),
+    ("seed", 2**64),
+    ("stop", "word"),
+    ("stop", [""]),
+    ("stop", [5]),
+    ("stop", None),
+    ("stop_token_ids", [VOCAB_SIZE]),
+    ("stop_token_ids", 5),
+    ("frequency_penalty", 3),
+    ("presence_penalty", "much"),
+    ("repetition_penalty", 0),
+    ("logit_bias", {VOCAB_SIZE: 1}),
+    ("logit_bias", {1: 1000}),
+    ("logit_bias", [1]),
+    ("ignore_eos", "yes"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_FIELDS, ids=lambda value: repr(value)[:20])
+def test_a_parameter_without_a_meaning_is_named(checked: LLM, name: str, value: Any) -> None:
+    params = SamplingParams(**{name: value})
+    with pytest.raises(InvalidRequestError, match=name) as caught:
+        checked.generate([[5, 6]], params)
+    assert caught.value.param == name
+
+
+odd_scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**70), 2**70),
+    st.integers(0, 300),
+    st.floats(),
+    st.text(max_size=5),
+    st.binary(max_size=3),
+    st.just(object()),
+    st.just(np.int64(5)),
+    st.just(np.float32(0.5)),
+    st.just(torch.tensor(3)),
+    st.just(torch.tensor([1, 2])),
+    st.just(np.arange(3)),
+    st.just(int),
+    st.just(1j),
+)
+odd_values = st.recursive(
+    odd_scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.one_of(st.integers(-1, 300), st.text(max_size=2)), inner, max_size=2),
+    ),
+    max_leaves=6,
+)
+odd_params = st.builds(
+    SamplingParams,
+    max_tokens=st.one_of(st.integers(-1, 3), odd_values),
+    temperature=st.one_of(st.just(1.0), odd_values),
+    top_k=st.one_of(st.just(-1), odd_values),
+    top_p=st.one_of(st.just(1.0), odd_values),
+    min_p=st.one_of(st.just(0.0), odd_values),
+    seed=st.one_of(st.none(), odd_values),
+    stop=st.one_of(st.just(()), odd_values),
+    stop_token_ids=st.one_of(st.just(()), odd_values),
+    logit_bias=st.one_of(st.just({}), odd_values),
+    repetition_penalty=st.one_of(st.just(1.0), odd_values),
+    presence_penalty=st.one_of(st.just(0.0), odd_values),
+)
+
+
+@settings(
+    max_examples=150,
+    phases=[Phase.explicit, Phase.generate],
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(
+    prompts=st.one_of(odd_values, st.lists(odd_values, max_size=2), st.just([[5]])),
+    params=st.one_of(odd_values, odd_params, st.lists(odd_params, max_size=2)),
+)
+def test_nothing_that_is_passed_to_generate_gives_an_untyped_error(
+    llm: LLM, reference: list[dict[str, Any]], prompts: Any, params: Any
+) -> None:
+    if isinstance(params, SamplingParams) and params.max_tokens in range(4, 2**31):
+        params.max_tokens = 3  # long answers are no use here
+    try:
+        results = llm.generate(prompts, params)
+    except InvalidRequestError as error:
+        assert len(str(error)) < 400
+    else:
+        assert all(result["finish_reason"] in ("length", "stop") for result in results)
+    assert llm.is_idle and llm.table_manager.available_size == 16
+    assert llm.cache_manager.num_owned_pages == 0
+
+
+def test_after_all_of_that_the_reference_request_gives_its_tokens(checked: LLM) -> None:
+    assert checked.is_idle
+
+
+# --- model folders and files ---
+
+
+def break_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def break_header(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", 2**60) + b"{}")
+
+
+def empty_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def pickle_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def unknown_architecture(folder: Path) -> None:
+    change_config(folder, model_type="mamba99", architectures=["Mamba99ForCausalLM"])
+
+
+def missing_tensor(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=3)
+
+
+def wrong_shape(folder: Path) -> None:
+    change_config(folder, intermediate_size=128)
+
+
+def absurd_size(folder: Path) -> None:
+    change_config(folder, hidden_size=-64)
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{not json")
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (break_weights, ["model.safetensors"]),
+        (break_header, ["model.safetensors"]),
+        (empty_weights, ["model.safetensors"]),
+        (pickle_only, ["safetensors", "pickle"]),
+        (no_weights, ["safetensors"]),
+        (unknown_architecture, ["mamba99", "llama"]),
+        (missing_tensor, ["layers.2"]),
+        (wrong_shape, ["96"]),
+        (absurd_size, ["hidden_size"]),
+        (broken_config, ["config.json", "JSON"]),
+        (no_config, ["config.json"]),
+        (no_tokenizer, ["tokenizer.json"]),
+        (broken_tokenizer, ["tokenizer.json"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_damaged_model_folder_is_one_error_that_names_it(
+    tiny_model: Path, tmp_path: Path, damage: Callable[[Path], None], words: list[str]
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(tiny_model, folder)
+    damage(folder)
+    with pytest.raises(ModelLoadError) as caught:
+        LLM(str(folder), dtype="float32", num_page_override=64)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert isinstance(caught.value, UnsupportedModelError) or damage is not unknown_architecture
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "no-such-file.gguf", "./nothing/here"])
+def test_a_missing_model_is_named_with_what_can_be_passed(path: str) -> None:
+    with pytest.raises(ModelLoadError, match="no model at") as caught:
+        LLM(path)
+    assert path in str(caught.value) and ".gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 16, b"GGUF\x63\0\0\0" + b"\0" * 16, b"", b"GGML" * 9],
+    ids=["header", "absurd-counts", "version", "empty", "other-magic"],
+)
+def test_a_broken_gguf_file_is_one_error_that_names_it(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ModelLoadError, match=r"broken\.gguf"):
+        LLM(str(file))
+
+
+@pytest.mark.parametrize("kept", [1000, 3_000_000, 50_000_000])
+def test_a_truncated_gguf_file_is_one_error_that_names_it(
+    default_model_path: Path, tmp_path: Path, kept: int
+) -> None:
+    file = tmp_path / "short.gguf"
+    with default_model_path.open("rb") as source:
+        file.write_bytes(source.read(kept))
+    with pytest.raises(ModelLoadError, match=r"short\.gguf"):
+        LLM(str(file), num_page_override=64)
+
+
+def test_after_a_failed_load_another_model_loads(tiny_model: Path, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m")
+    break_weights(folder)
+    with pytest.raises(MinisglError):
+        LLM(str(folder))
+    llm = LLM(str(tiny_model), dtype="float32", num_page_override=64)
+    assert len(llm.generate(*REFERENCE)[0]["token_ids"]) == 4
+    llm.shutdown()
