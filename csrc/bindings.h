@@ -12,6 +12,7 @@ namespace minisgl {
 
 void bind_runtime(nanobind::module_& m);
 void bind_matmul(nanobind::module_& m);
+void bind_attention(nanobind::module_& m);
 void bind_program(nanobind::module_& m);
 
 template <class T>

@@ -118,15 +118,28 @@ void linear(Program& program, int x, const std::vector<MatrixTuple>& parts, int 
   program.linear(x, refs, out);
 }
 
+// What an attention step takes, in groups: see AttentionParams.
+using Heads = std::tuple<int64_t, int64_t, int64_t, float, int64_t>;
+using Pool = std::tuple<int, uint64_t, uint64_t, int64_t, uint64_t, uint64_t>;
+using Tables = std::tuple<uint64_t, uint64_t, int64_t>;
+using Norms = std::tuple<uint64_t, uint64_t, float>;
+
+// requests: (number, query_start, kv_len, rows, row stride)
 void run(Program& program, int64_t num_tokens, uint64_t ids, uint64_t positions, uint64_t out_loc,
-         int64_t num_requests, uint64_t query_lens, uint64_t kv_lens, uint64_t rows,
-         int64_t row_stride, int64_t row_length, int64_t num_wanted, uint64_t wanted,
-         uint64_t logits, int64_t logits_stride) {
+         const std::tuple<int64_t, uint64_t, uint64_t, uint64_t, int64_t>& requests,
+         int64_t num_wanted, uint64_t wanted, uint64_t logits, int64_t logits_stride) {
   nb::gil_scoped_release release;
-  program.run({num_tokens, address<int32_t>(ids), address<int32_t>(positions),
-               address<int32_t>(out_loc), num_requests, address<int32_t>(query_lens),
-               address<int32_t>(kv_lens), address<int32_t>(rows), row_stride, row_length,
-               num_wanted, address<int64_t>(wanted), address<float>(logits), logits_stride});
+  const auto [num_reqs, query_start, kv_len, rows, row_stride] = requests;
+  program.run({num_tokens,
+               address<int32_t>(ids),
+               address<int32_t>(positions),
+               address<int32_t>(out_loc),
+               {num_reqs, address<int32_t>(query_start), address<int32_t>(kv_len),
+                address<int32_t>(rows), row_stride},
+               num_wanted,
+               address<int64_t>(wanted),
+               address<float>(logits),
+               logits_stride});
 }
 
 nb::list take_profile(Program& program) {
@@ -155,9 +168,8 @@ void bind_program(nb::module_& m) {
       .def("embed", [](Program& p, const MatrixTuple& weight, int out) {
         p.embed(matrix(weight), out);
       })
-      .def("rms_norm", [](Program& p, int x, int64_t size, int64_t offset, int64_t count,
-                          uint64_t weight, float eps, int out) {
-        p.rms_norm(x, size, offset, count, address<float>(weight), eps, out);
+      .def("rms_norm", [](Program& p, int x, uint64_t weight, float eps, int out) {
+        p.rms_norm(x, address<float>(weight), eps, out);
       })
       .def("add_rms_norm", [](Program& p, int x, int residual, uint64_t weight, float eps) {
         p.add_rms_norm(x, residual, address<float>(weight), eps);
@@ -171,12 +183,19 @@ void bind_program(nb::module_& m) {
       })
       .def("linear", &linear)
       .def("attention",
-           [](Program& p, int qkv, int out, int64_t num_q, int64_t num_kv, int64_t head_dim,
-              int64_t rotary_half, uint64_t cos, uint64_t sin, uint64_t k, uint64_t v, int kv_kind,
-              int64_t window) {
-             p.attention(qkv, out, {num_q, num_kv, head_dim, rotary_half, address<float>(cos),
-                                    address<float>(sin), address<void>(k), address<void>(v),
-                                    kv_kind, window});
+           [](Program& p, int qkv, int out, const Heads& heads, const Pool& pool,
+              const Tables& tables, const Norms& norms) {
+             const auto [num_q, num_kv, dim, scale, window] = heads;
+             const auto [kind, k, v, token_stride, k_scale, v_scale] = pool;
+             const auto [cos, sin, half] = tables;
+             const auto [q_norm, k_norm, eps] = norms;
+             if (kind < 0 || kind >= kNumKvKinds) fail("no such kind of keys and values");
+             p.attention(qkv, out,
+                         {{num_q, num_kv, dim, scale, window},
+                          {static_cast<KvKind>(kind), address<void>(k), address<void>(v),
+                           token_stride, address<float>(k_scale), address<float>(v_scale)},
+                          address<float>(cos), address<float>(sin), half, address<float>(q_norm),
+                          address<float>(k_norm), eps});
            })
       .def("select", &Program::select)
       .def("run", &run)

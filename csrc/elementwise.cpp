@@ -10,9 +10,10 @@
 namespace minisgl {
 namespace {
 
-// Floats in the order of unsigned integers; NaNs of either sign at the bottom.
+// Floats in the order of unsigned integers: zeros are equal, NaNs of either sign at the bottom.
 uint32_t sort_key(float value) {
   uint32_t bits;
+  value += 0.0f;  // -0 becomes 0
   std::memcpy(&bits, &value, 4);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0;
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;

@@ -18,9 +18,9 @@ namespace {
 template <bool kVnni>
 struct Avx2 {
   static constexpr int kLanes = 8;
-  static constexpr int kUnitsFew = 1;
-  static constexpr int kUnitsMany = 1;
-  static constexpr int kTokens = 4;
+  static constexpr int kUnitsFew = KF;
+  static constexpr int kUnitsMany = KM;
+  static constexpr int kTokens = KT;
   template <int kBits>
   static constexpr bool kNeedsCorrection = kVnni || kBits != 8;
   using Int = __m256i;
@@ -57,7 +57,6 @@ struct Avx2 {
   static MINISGL_INLINE Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
   static MINISGL_INLINE Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   static MINISGL_INLINE Float to_float(Int a) { return _mm256_cvtepi32_ps(a); }
-  static MINISGL_INLINE void prefetch(const uint8_t* p) { (void)p; }
 
   static MINISGL_INLINE Int columns(const int8_t* x) {
     int32_t four;

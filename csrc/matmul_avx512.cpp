@@ -46,7 +46,6 @@ struct Avx512 {
   static MINISGL_INLINE Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static MINISGL_INLINE Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static MINISGL_INLINE Float to_float(Int a) { return _mm512_cvtepi32_ps(a); }
-  static MINISGL_INLINE void prefetch(const uint8_t* p) { (void)p; }
 
   template <int kBits, int kCount, int P, int U, class B>
   static MINISGL_INLINE void dot(const B (&block)[P], int first, const int8_t* x,

@@ -107,14 +107,6 @@ MINISGL_INLINE void accumulate(const Block<V, T> (&block)[P], const ActivationTi
   }
 }
 
-#ifndef PF
-#define PF 2048
-#endif
-template <class T>
-MINISGL_INLINE void prefetch_block(const uint8_t* block) {
-  for (int i = 0; i < T::kInfo.block_bytes(); i += kLine) __builtin_prefetch(block + PF + i, 0, 3);
-}
-
 // Where the sub-blocks of a pass lie.
 template <class V, int P>
 struct Units {
@@ -131,6 +123,22 @@ struct Units {
     }
   }
 };
+
+// The hardware's prefetcher stops at each page and starts late on each panel; asking for the block
+// two kilobytes ahead, across the seam to the next pass, more than doubled the rate with one row.
+constexpr int64_t kPrefetchBytes = 2048;
+
+template <class V, class T, int P>
+MINISGL_INLINE void prefetch_blocks(const PanelTask& task, const Units<V, P>& units,
+                                    int64_t offset) {
+  constexpr int kPanels = P < Units<V, P>::kSubs ? 1 : P / Units<V, P>::kSubs;
+  int64_t ahead = offset + kPrefetchBytes;
+  if (ahead >= task.panel_bytes) ahead += (kPanels - 1) * task.panel_bytes;
+  for (int p = 0; p < kPanels; ++p) {
+    const uint8_t* block = units.panel[p * (P / kPanels)] + ahead;
+    for (int i = 0; i < T::kInfo.block_bytes(); i += kLine) __builtin_prefetch(block + i, 0, 3);
+  }
+}
 
 template <class V>
 MINISGL_INLINE void store_rows(const PanelTask& task, int64_t token, int64_t row,
@@ -156,8 +164,8 @@ void run_few(const PanelTask& task, int64_t first) {
   int64_t offset = 0;
   for (int64_t g = 0; g < task.groups; ++g, offset += T::kInfo.block_bytes()) {
     Block<V, T> block[P];
+    prefetch_blocks<V, T, P>(task, units, offset);
     for (int p = 0; p < P; ++p) {
-      prefetch_block<T>(units.panel[p] + offset);
       unpack<V, T>(units.panel[p] + offset, units.sub[p], &block[p]);
     }
     accumulate<V, T, P, U>(block, task.x, g * U, acc);
@@ -192,8 +200,8 @@ void run_many(const PanelTask& task, int64_t first) {
   int64_t offset = 0;
   for (int64_t g = 0; g < task.groups; ++g, offset += T::kInfo.block_bytes()) {
     Block<V, T> block[P];
+    prefetch_blocks<V, T, P>(task, units, offset);
     for (int p = 0; p < P; ++p) {
-      prefetch_block<T>(units.panel[p] + offset);
       unpack<V, T>(units.panel[p] + offset, units.sub[p], &block[p]);
     }
     int64_t t = 0;

@@ -50,7 +50,6 @@ struct Neon {
   static MINISGL_INLINE Float mul(Float a, Float b) { return vmulq_f32(a, b); }
   static MINISGL_INLINE Float fma(Float a, Float b, Float c) { return vfmaq_f32(c, a, b); }
   static MINISGL_INLINE Float to_float(Int a) { return vcvtq_f32_s32(a); }
-  static MINISGL_INLINE void prefetch(const uint8_t* p) { (void)p; }
 
   template <int kBits, int kCount, int P, int U, class B>
   static MINISGL_INLINE void dot(const B (&block)[P], int first, const int8_t* x,

@@ -81,7 +81,6 @@ struct Portable {
     for (int i = 0; i < 4; ++i) b.lane[i] = static_cast<float>(a.word[i]);
     return b;
   }
-  static void prefetch(const uint8_t*) {}
 
   template <int kBits, int kCount, int P, int U, class B>
   static void dot(const B (&block)[P], int first, const int8_t* x, Int (&sum)[P][U]) {

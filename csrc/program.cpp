@@ -46,15 +46,17 @@ void Program::reserve(int64_t rows) {
 
 void Program::check(const RunArgs& a) const {
   if (tail_begin_ == 0) fail("the program has no end");
-  if (a.num_tokens < 0 || a.num_requests < 0 || a.num_wanted < 0) fail("negative size");
+  if (a.num_tokens < 0 || a.requests.num_reqs < 0 || a.num_wanted < 0) fail("negative size");
   int64_t total = 0;
-  for (int64_t r = 0; r < a.num_requests; ++r) {
-    const int32_t query_len = a.query_lens[r], kv_len = a.kv_lens[r];
-    if (query_len < 0 || kv_len < query_len || kv_len > a.row_length) {
+  for (int64_t r = 0; r < a.requests.num_reqs; ++r) {
+    const int64_t end = a.requests.query_start[r + 1], kv_len = a.requests.kv_len[r];
+    if (a.requests.query_start[r] != total || end < total || kv_len < end - total ||
+        kv_len > a.requests.row_stride) {
       fail("a request's lengths do not fit each other or its row");
     }
-    total += query_len;
-    check_range(a.rows + r * a.row_stride, kv_len, num_locations_, "a KV location is out of range");
+    total = end;
+    check_range(a.requests.rows + r * a.requests.row_stride, kv_len, num_locations_,
+                "a KV location is out of range");
   }
   if (total != a.num_tokens) fail("the requests' tokens do not add up");
   check_range(a.input_ids, total, num_ids_, "a token id is out of range");
@@ -67,26 +69,16 @@ void Program::check(const RunArgs& a) const {
 }
 
 void Program::cut_requests(const RunArgs& args, int64_t begin, int64_t end,
-                           TileRequests* out) const {
+                           TileRequests* out) {
   out->query_start.assign(1, 0);
   out->kv_len.clear();
-  out->row_stride = args.row_stride;
-  int64_t start = 0;
-  for (int64_t r = 0; r < args.num_requests && start < end; ++r) {
-    const int64_t stop = start + args.query_lens[r];
-    const int64_t first = std::max(start, begin), last = std::min(stop, end);
-    if (first < last) {
-      if (out->kv_len.empty()) {
-        out->first = r;
-        out->rows = args.rows + r * args.row_stride;
-      }
-      out->query_start.push_back(static_cast<int32_t>(last - begin));
-      out->kv_len.push_back(static_cast<int32_t>(args.kv_lens[r] - (stop - last)));
-    } else if (!out->kv_len.empty()) {  // a request without tokens between two others
-      out->query_start.push_back(out->query_start.back());
-      out->kv_len.push_back(args.kv_lens[r]);
-    }
-    start = stop;
+  const AttentionBatch& all = args.requests;
+  for (int64_t r = 0; r < all.num_reqs && all.query_start[r] < end; ++r) {
+    const int64_t stop = all.query_start[r + 1], last = std::min(stop, end);
+    if (out->kv_len.empty() && last <= begin) continue;
+    if (out->kv_len.empty()) out->rows = all.rows + r * all.row_stride;
+    out->query_start.push_back(static_cast<int32_t>(last - begin));
+    out->kv_len.push_back(static_cast<int32_t>(all.kv_len[r] - (stop - last)));
   }
 }
 
@@ -160,8 +152,10 @@ void Program::run(const RunArgs& args) {
   for (int64_t begin = 0; begin < args.num_tokens; begin += kTileRows) {
     const int64_t end = std::min(begin + kTileRows, args.num_tokens);
     cut_requests(args, begin, end, &requests);
+    const AttentionBatch batch{requests.count(), requests.query_start.data(),
+                               requests.kv_len.data(), requests.rows, args.requests.row_stride};
     const Tile tile{end - begin,          args.input_ids + begin, args.positions + begin,
-                    args.out_loc + begin, &requests,              nullptr};
+                    args.out_loc + begin, &batch,                 nullptr};
     for (auto& [key, x] : quantized_) {
       if (!key.second && (!*x || (*x)->tokens() != tile.rows)) {
         *x = std::make_unique<Activations>(tile.rows, key.first);

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "activations.h"
+#include "attention.h"
 #include "elementwise.h"
 #include "matmul.h"
 
@@ -37,24 +38,18 @@ struct MatrixRef {
   int64_t stride;
 };
 
-// Everything a run needs; checked by run(). Requests lie one after the other in the tokens.
+// Everything a run needs; checked by run(). Requests as in AttentionBatch.
 struct RunArgs {
   int64_t num_tokens;
   const int32_t* input_ids;
   const int32_t* positions;
   const int32_t* out_loc;
-  int64_t num_requests;
-  const int32_t* query_lens;
-  const int32_t* kv_lens;  // including the query tokens
-  const int32_t* rows;     // token locations, row_length of them every row_stride
-  int64_t row_stride, row_length;
+  AttentionBatch requests;
   int64_t num_wanted;
   const int64_t* wanted;  // rising token rows
   float* logits;
   int64_t logits_stride;
 };
-
-struct TileRequests;
 
 // The tokens that a step works on.
 struct Tile {
@@ -62,28 +57,27 @@ struct Tile {
   const int32_t* ids;
   const int32_t* positions;
   const int32_t* out_loc;
-  const TileRequests* requests;
+  const AttentionBatch* requests;  // those that the tile touches
   float* logits;
 };
 
-// The requests that a tile touches: how many of its tokens belong to each, and how long its KV is
-// at the last of them.
+// The requests that a tile touches: where their tokens lie in it, and how long the KV of each is at
+// its last token in the tile.
 struct TileRequests {
   std::vector<int32_t> query_start, kv_len;
-  int64_t first = 0;  // request of the batch
-  const int32_t* rows = nullptr;
-  int64_t row_stride = 0;
+  const int32_t* rows = nullptr;  // of the first one
+
   int64_t count() const { return static_cast<int64_t>(kv_len.size()); }
 };
 
 // What an attention step needs besides its buffers.
 struct AttentionParams {
-  int64_t num_q, num_kv, head_dim;
-  int64_t rotary_half;     // columns of the tables
-  const float *cos, *sin;  // by position
-  void *k_cache, *v_cache;
-  int kv_kind;
-  int64_t window;  // 0: none
+  AttentionShape shape;
+  KVStore kv;
+  const float *cos, *sin;  // by position, `half` columns
+  int64_t half;
+  const float *q_norm, *k_norm;  // null where heads are not normed
+  float eps;
 };
 
 struct StepTime {
@@ -105,13 +99,12 @@ class Program {
   int64_t width(int buffer) const;
 
   void embed(const MatrixRef& weight, int out);
-  void rms_norm(int x, int64_t width, int64_t offset, int64_t count, const float* weight, float eps,
-                int out);
+  void rms_norm(int x, const float* weight, float eps, int out);
   void add_rms_norm(int x, int residual, const float* weight, float eps);
   void gate_mul(Activation kind, int x, int out);
   void bias(int x, const float* bias, int64_t n);
   void linear(int x, const std::vector<MatrixRef>& parts, int out);
-  // Rotates q and k inside qkv, stores k and v, attends.
+  // Norms (if asked to) and rotates q and k, stores k and v, attends; overwrites q inside qkv.
   void attention(int qkv, int out, const AttentionParams& params);
   // Copies the wanted rows of x to `to`; all selects of a program stand together.
   void select(int x, int to);
@@ -150,7 +143,7 @@ class Program {
   void reserve(int64_t rows);
   void run_steps(const Tile& tile, size_t begin, size_t end);
   void run_timed(size_t begin, size_t end, const std::function<void()>& body);
-  void cut_requests(const RunArgs& args, int64_t begin, int64_t end, TileRequests* out) const;
+  static void cut_requests(const RunArgs& args, int64_t begin, int64_t end, TileRequests* out);
   int64_t run_tail(int64_t rows, const RunArgs& args, int64_t done);
 
   int64_t num_ids_, num_locations_, num_positions_;

@@ -65,16 +65,12 @@ void Program::embed(const MatrixRef& weight, int out) {
   });
 }
 
-void Program::rms_norm(int x, int64_t size, int64_t offset, int64_t count, const float* weight,
-                       float eps, int out) {
-  const int64_t last = size * count + offset;
-  if (size < 1 || count < 1 || offset < 0) fail("bad shape of a norm");
-  if (last > width(x) || last > width(out)) fail("norm and buffer differ in width");
+void Program::rms_norm(int x, const float* weight, float eps, int out) {
+  const int64_t n = width(x);
+  if (width(out) != n) fail("norm and buffer differ in width");
   const auto run = elementwise_kernels().rms_norm;
-  add_row_step("norm", size * count, [=](const Tile&, int64_t row) {
-    const float* from = at(x, row) + offset;
-    float* to = at(out, row) + offset;
-    for (int64_t i = 0; i < count; ++i) run(from + i * size, weight, size, eps, to + i * size);
+  add_row_step("norm", n, [=](const Tile&, int64_t row) {
+    run(at(x, row), weight, n, eps, at(out, row));
   });
 }
 

@@ -2,7 +2,7 @@
 
 Invariant of a request: `0 <= cached_len < device_len <= max_device_len`. Tokens `[0, cached_len)`
 have their K and V stored; `[cached_len, device_len)` are what the next forward computes. Imports
-`params` and `utils` only.
+`utils` and `params`, and re-exports what the layers above need of the latter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from minisgl.params import FinishReason, SamplingParams
+from minisgl.params import (
+    ConfigError,
+    EngineError,
+    FinishReason,
+    InvalidRequestError,
+    MinisglError,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from minisgl.attention import BaseAttnBackend, BaseAttnMetadata
@@ -23,8 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
+    "ConfigError",
     "Context",
+    "EngineError",
     "FinishReason",
+    "InvalidRequestError",
+    "MinisglError",
     "Req",
     "SamplingParams",
     "get_global_ctx",

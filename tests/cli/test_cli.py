@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from minisgl.cli import main
 from minisgl.cli.options import parse_bytes
@@ -394,6 +397,31 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_session(
     assert exit_code("chat", "-q") == 0
     assert capsys.readouterr().out.splitlines()[0] == "USER:ONE INTERRUPT "
     assert scripted[0].calls[1][0][0].endswith("assistant:USER:ONE INTERRUPT  user:more")
+
+
+@pytest.mark.parametrize(
+    ("keys", "asked"),
+    [
+        ("hello\rmore\r\x04", 2),  # Ctrl-D ends
+        ("hello\r\x03more\r\x04", 2),  # Ctrl-C clears the line
+        ("hello\r\x03\x03", 1),  # twice in a row ends
+        ("hello\r/exit\r", 1),
+    ],
+)
+def test_a_chat_on_a_terminal(
+    keys: str,
+    asked: int,
+    scripted: list[ScriptedLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    with create_pipe_input() as terminal, create_app_session(terminal, DummyOutput()):
+        terminal.send_text(keys)
+        assert exit_code("chat", "-q") == 0
+    assert len(scripted[0].calls) == asked
+    out, err = capsys.readouterr()
+    assert out.startswith("USER:HELLO\n") and "Ctrl-D ends the session" in err
 
 
 @pytest.mark.parametrize("bad", ["too-long", "this will fail"])

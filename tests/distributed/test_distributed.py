@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.llm.tiny import write_model
-from tests.models.by_hand import ByHand
 
 from minisgl.config import DistributedInfo
 from minisgl.distributed import (
@@ -25,6 +23,9 @@ from minisgl.distributed import (
     try_get_tp_info,
 )
 from minisgl.params import ConfigError
+
+from tests.llm.tiny import write_model
+from tests.models.by_hand import ByHand
 
 IDS = [5, 9, 200, 31, 7, 7, 64]
 RANK_PROGRAM = """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmark.radix_scale import seconds_per_round
 
 from minisgl.core import Context, reset_global_ctx, set_global_ctx
 from minisgl.kvcache import InsertResult, MatchResult, RadixPrefixCache, SizeInfo
-from minisgl.kvcache.radix_cache import RadixCacheHandle
+from minisgl.kvcache.radix_cache import RadixCacheHandle, RadixTreeNode
 
 
 def ids(*tokens: int) -> torch.Tensor:
@@ -286,7 +287,7 @@ def _break_size(cache: RadixPrefixCache, handle: RadixCacheHandle) -> None:
 
 
 def _break_queue(cache: RadixPrefixCache, handle: RadixCacheHandle) -> None:
-    cache._queue.clear()
+    cache._recent.clear()
 
 
 @pytest.mark.parametrize(
@@ -325,3 +326,23 @@ def test_the_check_counts_live_handles() -> None:
     cache.evict(2)
     with pytest.raises(RuntimeError, match="integrity"):
         cache.check_integrity([handle])
+
+
+def test_evicting_and_matching_do_not_slow_down_with_the_size_of_the_tree() -> None:
+    small, large = (seconds_per_round(num_nodes, num_rounds=300)[0] for num_nodes in (500, 50_000))
+    assert large < 10 * small, f"{small * 1e6:.1f} us with 500 nodes, {large * 1e6:.1f} with 50,000"
+
+
+def test_one_eviction_after_many_uses_looks_at_few_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = RadixPrefixCache("cpu", 1)
+    for token in range(1000):
+        cache.insert_prefix(ids(token), locs(token, 1))
+    for token in range(999):
+        cache.match_prefix(ids(token))
+    looked_at = []
+    is_evictable = RadixTreeNode.is_evictable.fget
+    assert is_evictable is not None
+    counted = property(lambda node: looked_at.append(node) or is_evictable(node))
+    monkeypatch.setattr(RadixTreeNode, "is_evictable", counted)
+    assert cache.evict(1).tolist() == [999]
+    assert len(looked_at) < 5

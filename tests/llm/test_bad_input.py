@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -12,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 
 from minisgl.core import SamplingParams
 from minisgl.llm import LLM
 from minisgl.params import InvalidRequestError, MinisglError, ModelLoadError, UnsupportedModelError
 
+from tests.llm.conftest import MakeLLM
 from tests.llm.tiny import VOCAB_SIZE, write_model
 
 REFERENCE = ([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))
@@ -141,77 +141,53 @@ def test_a_parameter_without_a_meaning_is_named(checked: LLM, name: str, value: 
     assert caught.value.param == name
 
 
-odd_scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**70), 2**70),
-    st.integers(0, 300),
-    st.floats(),
-    st.text(max_size=5),
-    st.binary(max_size=3),
-    st.just(object()),
-    st.just(np.int64(5)),
-    st.just(np.float32(0.5)),
-    st.just(torch.tensor(3)),
-    st.just(torch.tensor([1, 2])),
-    st.just(np.arange(3)),
-    st.just(int),
-    st.just(1j),
-)
-odd_values = st.recursive(
-    odd_scalars,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.tuples(inner, inner),
-        st.dictionaries(st.one_of(st.integers(-1, 300), st.text(max_size=2)), inner, max_size=2),
-    ),
-    max_leaves=6,
-)
-odd_params = st.builds(
-    SamplingParams,
-    max_tokens=st.one_of(st.integers(-1, 3), odd_values),
-    temperature=st.one_of(st.just(1.0), odd_values),
-    top_k=st.one_of(st.just(-1), odd_values),
-    top_p=st.one_of(st.just(1.0), odd_values),
-    min_p=st.one_of(st.just(0.0), odd_values),
-    seed=st.one_of(st.none(), odd_values),
-    stop=st.one_of(st.just(()), odd_values),
-    stop_token_ids=st.one_of(st.just(()), odd_values),
-    logit_bias=st.one_of(st.just({}), odd_values),
-    repetition_penalty=st.one_of(st.just(1.0), odd_values),
-    presence_penalty=st.one_of(st.just(0.0), odd_values),
-)
+SCALARS: list[Any] = [
+    None, True, 0, -1, 5, 300, 2**31, 2**70, -(2**70), 0.5, float("nan"), float("inf"), "", "a", b"a",
+    object(), np.int64(5), np.float32(0.5), torch.tensor(3), torch.tensor([1, 2]), np.arange(3),
+    int, 1j, range(3), iter([1]), "\ud800",
+]  # fmt: skip
+FIELDS = [
+    "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "logit_bias",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos", "max_tokens",
+]  # fmt: skip
 
 
-@settings(
-    max_examples=150,
-    phases=[Phase.explicit, Phase.generate],
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(
-    prompts=st.one_of(odd_values, st.lists(odd_values, max_size=2), st.just([[5]])),
-    params=st.one_of(odd_values, odd_params, st.lists(odd_params, max_size=2)),
-)
+def odd_value(rnd: random.Random, depth: int = 2) -> Any:
+    kind = rnd.randrange(6) if depth else 0
+    if kind < 3:
+        return rnd.choice(SCALARS)
+    inner = [odd_value(rnd, depth - 1) for _ in range(rnd.randrange(3))]
+    return {3: inner, 4: tuple(inner), 5: {rnd.randrange(-1, 300): value for value in inner}}[kind]
+
+
+def odd_params(rnd: random.Random) -> SamplingParams:
+    chosen = rnd.sample(FIELDS, rnd.choice([0, 1, 1, 2]))
+    return SamplingParams(**{"max_tokens": 2, **{name: odd_value(rnd) for name in chosen}})
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_nothing_that_is_passed_to_generate_gives_an_untyped_error(
-    llm: LLM, reference: list[dict[str, Any]], prompts: Any, params: Any
+    make_llm: MakeLLM, seed: int
 ) -> None:
-    if isinstance(params, SamplingParams) and params.max_tokens in range(4, 2**31):
-        params.max_tokens = 3  # long answers are no use here
-    try:
-        results = llm.generate(prompts, params)
-    except InvalidRequestError as error:
-        assert len(str(error)) < 400
-    else:
-        assert all(result["finish_reason"] in ("length", "stop") for result in results)
-    assert llm.is_idle and llm.table_manager.available_size == 16
-    assert llm.cache_manager.num_owned_pages == 0
-
-
-def test_after_all_of_that_the_reference_request_gives_its_tokens(checked: LLM) -> None:
-    assert checked.is_idle
+    llm = make_llm(max_seq_len_override=16)  # so that nothing can take long
+    reference = llm.generate(*REFERENCE)
+    rnd = random.Random(seed)
+    num_refused = 0
+    for _ in range(150):
+        prompts = rnd.choice([odd_value(rnd), [[5]], [odd_value(rnd), [6]]])
+        params = odd_params(rnd) if rnd.random() < 0.7 else [odd_params(rnd), odd_value(rnd)]
+        params = odd_value(rnd, depth=1) if rnd.random() < 0.1 else params
+        try:
+            results = llm.generate(prompts, params)
+        except InvalidRequestError as error:
+            assert len(str(error)) < 400
+            num_refused += 1
+        else:
+            assert all(result["finish_reason"] in ("length", "stop") for result in results)
+        assert llm.is_idle and llm.table_manager.available_size == 16
+        assert llm.cache_manager.num_owned_pages == 0
+    assert 50 < num_refused < 150
+    assert llm.generate(*REFERENCE) == reference
 
 
 # --- model folders and files ---

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.models.by_hand import ByHand
 
 from minisgl.kernel import native
 from minisgl.models import load_model_weights, pack_stored
 from minisgl.models.sources import BlockTensor, FloatTensor
 from minisgl.quant import StackedWeight
 from minisgl.quant.packed import PackedWeight
+
+from tests.models.by_hand import ByHand
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="built without native kernels")
 

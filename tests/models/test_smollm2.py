@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tests.models.by_hand import ByHand
 
 from minisgl.models import load_weight
+
+from tests.models.by_hand import ByHand
 
 TEXTS = [
     [1, 4093, 198, 504, 2365, 282, 4649, 314, 2, 198],

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.llm.tiny import CONFIG, random_weights, write_model
-from tests.models.by_hand import ByHand
 
 from minisgl.models import (
     create_model,
@@ -24,6 +22,9 @@ from minisgl.models import (
 )
 from minisgl.params import ModelLoadError
 from minisgl.quant import FloatWeight
+
+from tests.llm.tiny import CONFIG, random_weights, write_model
+from tests.models.by_hand import ByHand
 
 IDS = [5, 9, 200, 31, 7, 7, 64]
 

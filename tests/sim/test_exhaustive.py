@@ -13,7 +13,7 @@ import pytest
 from .world import World, WorldConfig
 
 EVENTS = ("same", "other", "longer", "abort first", "abort last", "turn", "two turns")
-SHORT_DEPTH, LONG_DEPTH = 4, 6
+SHORT_DEPTH, LONG_DEPTH = 3, 5
 
 CONFIGS = [
     WorldConfig(page_size=1, num_pages=9, num_rows=2, budget=3, overlap=True, vocab_size=3),

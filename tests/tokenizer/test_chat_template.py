@@ -51,7 +51,8 @@ def test_rendering_equals_the_reference(tokenizer: Tokenizer) -> None:
         "{% endfor %}",
         "{{ tools | tojson }}|{{ tools | tojson(indent=2) }}|{{ messages | length }}",
         "{% set ns = namespace(n=0) %}{% for m in messages %}"
-        "{% if m.role == 'user' %}{% continue %}{% endif %}{% set ns.n = ns.n + 1 %}{{ m.role | upper ~ ns.n }}{% endfor %}",
+        "{% if m.role == 'user' %}{% continue %}{% endif %}{% set ns.n = ns.n + 1 %}"
+        "{{ m.role | upper ~ ns.n }}{% endfor %}",
         "{% macro show(m) %}[{{ m.role }}: {{ m.content | trim }}]{% endmacro %}"
         "{% for m in messages[1:] %}{{ show(m) }}{% endfor %}"
         "{{ messages | map(attribute='role') | join(',') }}",

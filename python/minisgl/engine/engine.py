@@ -192,8 +192,7 @@ class Engine:
         """Logits float32 `(requests, vocab)` at the last position of each request."""
         if self.graph_runner.can_replay(batch):
             return self.graph_runner.replay(batch)
-        with self.ctx.forward_batch(batch):
-            return self.model.forward()[: batch.size]
+        return self.graph_runner.forward(batch)[: batch.size]
 
     @torch.inference_mode()
     def sample(self, batch: Batch, logits: torch.Tensor, args: BatchSamplingArgs) -> ForwardOutput:

@@ -1,4 +1,7 @@
-"""Fixed-size decode batches, run over fixed buffers: as CUDA graphs on a GPU, plainly on a CPU.
+"""Forwards without Python in their way: CUDA graphs on a GPU, a recorded program on a CPU.
+
+The program (`kernel/program.py`) takes any batch, so it needs no sizes. Where the device, the
+attention backend or the model has none, the layers' own `forward` runs.
 
 A decode batch is padded with the dummy request up to the next captured size and run through
 `replay(batch)`. Sizes are automatic on CUDA and none on a CPU unless they are given.
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 
 from minisgl.core import Batch, Context, Req
+from minisgl.kernel.program import CannotRecord, Program, Recorder
 from minisgl.utils import init_logger
 
 logger = init_logger(__name__)
@@ -93,6 +97,9 @@ class GraphRunner:
         self.dummy_req = dummy_req
         self.graphs: dict[int, Any] = {}
         self.buffer: GraphCaptureBuffer | None = None
+        self._vocab_size = vocab_size
+        self._program: Program | None = None
+        self._is_recorded = False
         if sizes:
             self.buffer = GraphCaptureBuffer.create(sizes[-1], vocab_size, device)
             if device.type == "cuda" and ctx.attn_backend.supports_graph:
@@ -119,9 +126,34 @@ class GraphRunner:
             self.graphs[size].replay()
         else:
             self.buffer.bind(batch, size)
-            with self.ctx.forward_batch(batch):
-                self.buffer.logits[:size] = self.model.forward()
+            self.forward(batch, self.buffer.logits[:size])
         return self.buffer.logits[: batch.size]
+
+    def forward(self, batch: Batch, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits float32 `(wanted rows, vocab)` of a padded batch of any kind, in `out` if given."""
+        paged = getattr(batch.attn_metadata, "paged", None)
+        program = None if paged is None else self._find_program()
+        if program is None:
+            with self.ctx.forward_batch(batch):
+                logits = self.model.forward()
+            return logits if out is None else out.copy_(logits)
+        wanted = batch.attn_metadata.wanted_indices
+        if wanted is None:
+            wanted = batch.attn_metadata.get_last_indices(batch.padded_size)
+        return program.run(batch.input_ids, batch.positions, batch.out_loc, paged, wanted, out)
+
+    def _find_program(self) -> Program | None:
+        """The model as a native program, recorded at the first forward, when weights are in place."""
+        if not self._is_recorded:
+            self._is_recorded = True
+            try:
+                num_positions = self.ctx.page_table.shape[1]
+                recorder = Recorder(self._vocab_size, self.ctx.kv_cache, num_positions)
+                self.model.record(recorder)
+                self._program = recorder.finish()
+            except CannotRecord as reason:
+                logger.info("forwards run layer by layer in Python: %s", reason)
+        return self._program
 
     def _capture_all(self) -> None:
         """Capture every size, largest first, so that all share one memory pool."""
@@ -143,4 +175,5 @@ class GraphRunner:
     def destroy(self) -> None:
         """Let go of graphs and buffers."""
         self.graphs.clear()
-        self.buffer = None
+        self.buffer = self._program = None
+        self._is_recorded = False

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from .native import FLOAT_KINDS, FORMATS, load
+from .native_attention import KVTensors, PagedBatch
 from .native_ops import ACTIVATIONS
 
 LOGITS = -1  # the native name of the caller's logits
-KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class CannotRecord(Exception):
@@ -56,10 +56,11 @@ class Recorder:
         self.num_positions = num_positions
         self._num_ids = num_ids
         self._kv_cache = kv_cache
+        self._num_locations = 0
         self._steps: list[_Step] = []
         self._widths: list[int] = []
         self._kept: list[Any] = []
-        self._selected: set[int] = set()
+        self._pinned: set[int] = set()  # buffers whose memory is nobody else's
 
     def embed(self, weight: Any) -> Buffer:
         """The row of `weight` for each token."""
@@ -71,17 +72,9 @@ class Recorder:
     def rms_norm(self, x: Buffer, weight: torch.Tensor, eps: float) -> Buffer:
         """`rmsnorm(x)` in a buffer of its own."""
         address = self._vector(weight, x.width)
-        out, width = self._buffer(x.width), x.width
-        self._note("rms_norm", (x, out), lambda x, out: (x, width, 0, 1, address, eps, out))
+        out = self._buffer(x.width)
+        self._note("rms_norm", (x, out), lambda x, out: (x, address, eps, out))
         return out
-
-    def head_norm(
-        self, x: Buffer, offset: int, num_heads: int, weight: torch.Tensor, eps: float
-    ) -> None:
-        """In place: norm each of `num_heads` heads, the first of which begins at `offset`."""
-        dim = weight.numel()
-        address = self._vector(weight, dim)
-        self._note("rms_norm", (x,), lambda x: (x, dim, offset, num_heads, address, eps, x))
 
     def add_rms_norm(self, x: Buffer, residual: Buffer, weight: torch.Tensor, eps: float) -> None:
         """In place: `residual += x`, then `x = rmsnorm(residual)`."""
@@ -114,36 +107,42 @@ class Recorder:
         num_q: int,
         num_kv: int,
         tables: tuple[torch.Tensor, torch.Tensor],
-        window: int | None,
+        window: int | None = None,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> Buffer:
-        """Rotate q and k, store k and v, attend; qkv is overwritten.
+        """Norm (if asked to) and rotate q and k, store k and v, attend; qkv is overwritten.
 
-        tables: cos and sin, float32 (num_positions, rotary_dim / 2).
+        tables: cos and sin, float32 (num_positions, rotary_dim / 2). norms: the weights for heads
+        of q and of k, and epsilon.
         """
-        k_cache, v_cache = self._kv_cache.k_cache(layer_id), self._kv_cache.v_cache(layer_id)
-        if k_cache.dtype not in KV_KINDS or k_cache.device.type != "cpu":
-            raise CannotRecord(f"KV is {k_cache.dtype} on {k_cache.device}")
-        if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-            raise CannotRecord("KV is not contiguous")
-        dim = k_cache.shape[-1]
+        try:
+            kv = KVTensors(self._kv_cache.k_cache(layer_id), self._kv_cache.v_cache(layer_id))
+        except (TypeError, ValueError) as error:
+            raise CannotRecord(str(error)) from error
+        self._num_locations = kv.num_locations
+        dim = kv.head_dim
         half = tables[0].shape[1]
         for table in tables:
             if table.shape != (self.num_positions, half) or table.dtype is not torch.float32:
                 raise ValueError(f"rotary table of shape {tuple(table.shape)}, {table.dtype}")
         cos, sin = (table.contiguous() for table in tables)
-        self._kept += [k_cache, v_cache, cos, sin]
-        numbers = (
-            num_q, num_kv, dim, half, cos.data_ptr(), sin.data_ptr(), k_cache.data_ptr(),
-            v_cache.data_ptr(), KV_KINDS[k_cache.dtype], window or 0,
-        )  # fmt: skip
+        self._kept += [kv, cos, sin]
+        heads = (num_q, num_kv, dim, dim**-0.5, window or 0)
+        rotary = (cos.data_ptr(), sin.data_ptr(), half)
+        normed = (0, 0, 0.0)
+        if norms is not None:
+            normed = (self._vector(norms[0], dim), self._vector(norms[1], dim), norms[2])
         out = self._buffer(num_q * dim)
-        self._note("attention", (qkv, out), lambda qkv, out: (qkv, out, *numbers))
+        self._note(
+            "attention", (qkv, out), lambda qkv, out: (qkv, out, heads, kv.pool[:6], rotary, normed)
+        )
         return out
 
     def wanted(self, x: Buffer) -> Buffer:
         """The rows whose logits are wanted; from here on only those are computed."""
         out = self._buffer(x.width)
-        self._selected.add(out.index)
+        # Selected rows wait while later tokens run; those they come from, while earlier ones end.
+        self._pinned |= {x.index, out.index}
         self._note("select", (x, out), lambda x, out: (x, out))
         return out
 
@@ -159,9 +158,7 @@ class Recorder:
 
     def finish(self) -> Program:
         """The program of everything that was noted."""
-        k_cache = self._kv_cache.k_cache(0)
-        num_locations = k_cache.shape[0] * k_cache.shape[1]
-        native = load().Program(self._num_ids, num_locations, self.num_positions)
+        native = load().Program(self._num_ids, self._num_locations, self.num_positions)
         last_use = {buffer.index: i for i, step in enumerate(self._steps) for buffer in step.buffers}
         numbers: dict[int, int] = {}
         free: dict[int, list[int]] = {}
@@ -170,14 +167,13 @@ class Recorder:
                 if buffer.index in numbers:
                     continue
                 reusable = free.get(buffer.width, [])
-                # Selected rows wait while later tokens run: their memory is nobody else's.
-                can_reuse = reusable and buffer.index not in self._selected
+                can_reuse = reusable and buffer.index not in self._pinned
                 number = reusable.pop() if can_reuse else native.add_buffer(buffer.width)
                 numbers[buffer.index] = number
             arguments = step.arguments(*(numbers[buffer.index] for buffer in step.buffers))
             getattr(native, step.method)(*arguments)
             for buffer in step.buffers:
-                if last_use[buffer.index] == i and buffer.index not in self._selected:
+                if last_use[buffer.index] == i and buffer.index not in self._pinned:
                     free.setdefault(buffer.width, []).append(numbers[buffer.index])
         return Program(native, self._num_ids, self._kept)
 
@@ -227,37 +223,24 @@ class Program:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         out_loc: torch.Tensor,
-        query_lens: torch.Tensor,
-        kv_lens: torch.Tensor,
-        rows: torch.Tensor,
+        requests: PagedBatch,
         wanted: torch.Tensor,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Float32 logits (wanted, vocabulary), into `out` if given; K and V go to `out_loc`.
 
-        input_ids, positions, out_loc: ints (tokens,), request after request. query_lens, kv_lens:
-        ints (requests,), KV including the query. rows: int32 (requests, length), token locations.
-        wanted: token rows (n,) whose logits are computed. `ValueError` or `IndexError` before
-        anything is written.
+        input_ids, positions, out_loc: ints (tokens,), request after request. wanted: token rows
+        (n,) that do not fall. `ValueError` or `IndexError` before anything is written.
         """
         ids = _ints("input_ids", input_ids)
         size = (len(ids),)
         positions, out_loc = _ints("positions", positions, size), _ints("out_loc", out_loc, size)
-        query_lens = _ints("query_lens", query_lens)
-        kv_lens = _ints("kv_lens", kv_lens, query_lens.shape)
-        if rows.dim() != 2 or rows.dtype is not torch.int32 or rows.device.type != "cpu":
-            raise TypeError(f"rows must be int32 (requests, length), not {rows.dtype}")
-        if len(rows) != len(query_lens):
-            raise ValueError(f"there are {len(rows)} rows for {len(query_lens)} requests")
-        rows = rows if rows.stride(1) == 1 or rows.shape[1] < 2 else rows.contiguous()
         wanted = _ints("wanted", wanted, dtype=torch.int64)
         shape = (len(wanted), self._vocab_size)
         logits = torch.empty(shape) if out is None else _output(out, shape)
         self._native.run(
             len(ids), ids.data_ptr(), positions.data_ptr(), out_loc.data_ptr(),
-            len(query_lens), query_lens.data_ptr(), kv_lens.data_ptr(),
-            rows.data_ptr(), rows.stride(0), rows.shape[1],
-            len(wanted), wanted.data_ptr(), logits.data_ptr(), logits.stride(0),
+            requests.addresses, len(wanted), wanted.data_ptr(), logits.data_ptr(), logits.stride(0),
         )  # fmt: skip
         return logits
 

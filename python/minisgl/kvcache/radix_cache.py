@@ -5,19 +5,21 @@ their first token (page size 1) or the tuple of their first page, so two childre
 page. Matching walks down and cuts a node where the sequence leaves it; locking counts references
 from a node up to its root; eviction takes unlocked leaves in the order of their last use.
 
-Recency is a counter that each match or insert advances and writes along its path. Evictable
-leaves wait in a heap with at most one entry each. An entry may be older than its node: it is put
-back, corrected, when it comes up. So a use costs the heap nothing and an eviction O(log n)
-amortised; the tree is never walked. Nodes that were used together form a path, which has one leaf,
-so no two evictable leaves are equally recent and the order is unique.
+Recency is a counter that each match or insert advances and writes along its path. A leaf that is
+used goes to the end of `_recent`, which is thus in the order of last use. The few leaves that
+become evictable long after their last use (their lock went, or their last child) wait in the heap
+`_older`, at most one entry each; an entry that has become wrong is dropped or corrected when it
+comes up. So a use costs O(1), an eviction O(log n), and the tree is never walked. Nodes that were
+last used together lie on a path, which has one leaf, so the order of eviction is unique.
 
 May import `core` (the default page size) and `utils`. Invariants: I4 and I5 of RELIABILITY.md, as
-`check_integrity` states them, and every unlocked leaf has its entry in the heap.
+`check_integrity` states them, and every unlocked leaf waits in `_recent` or `_older`.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -115,7 +117,8 @@ class RadixPrefixCache(BasePrefixCache):
         self._num_made = 0
         self._evictable_size = 0
         self._protected_size = 0
-        self._queue: list[tuple[int, int, RadixTreeNode]] = []
+        self._recent: OrderedDict[RadixTreeNode, None] = OrderedDict()
+        self._older: list[tuple[int, int, RadixTreeNode]] = []
         self.root_node = self._new_root("")
         self._roots: dict[str, RadixTreeNode] = {"": self.root_node}
 
@@ -154,6 +157,7 @@ class RadixPrefixCache(BasePrefixCache):
                 node,
             )
             node.children[self._child_key(leaf.key, 0)] = leaf
+            self._recent.pop(node, None)
             self._evictable_size += leaf.length
             self._enqueue(leaf)
             node = leaf
@@ -178,6 +182,8 @@ class RadixPrefixCache(BasePrefixCache):
                 node.ref_count += 1
         if start.is_evictable:
             self._enqueue(start)
+        else:
+            self._recent.pop(start, None)
 
     def evict(self, size: int) -> torch.Tensor:
         """Free least recently used unlocked leaves, and their parents after them."""
@@ -204,9 +210,10 @@ class RadixPrefixCache(BasePrefixCache):
     def check_integrity(self, handles: Iterable[BaseCacheHandle] | None = None) -> None:
         """Recount everything: links, keys, whole pages, recency, references, sizes, the heap."""
         nodes = list(self._nodes())
-        queued = {serial: last_use for last_use, serial, _ in self._queue}
-        if len(queued) != len(self._queue):
-            raise _broken("a node is queued for eviction twice")
+        queued = {leaf: last_use for last_use, _, leaf in self._older}
+        uses = [leaf.last_use for leaf in self._recent]
+        if len(queued) != len(self._older) or uses != sorted(uses):
+            raise _broken("the leaves that wait for eviction are out of order")
         total = locked = 0
         for node in nodes:
             if node.ref_count < sum([child.ref_count for child in node.children.values()]):
@@ -214,8 +221,10 @@ class RadixPrefixCache(BasePrefixCache):
             for key, child in node.children.items():
                 if fault := self._find_fault(node, key, child):
                     raise _broken(f"{child} {fault}, its parent is {node}")
-            if node.is_evictable and queued.get(node.serial, node.last_use + 1) > node.last_use:
-                raise _broken(f"{node} cannot be evicted in its turn")
+            if node.is_evictable != (node in self._recent) and (
+                node in self._recent or queued.get(node, node.last_use + 1) > node.last_use
+            ):
+                raise _broken(f"{node} waits for eviction, but may not go, or the reverse")
             total += len(node.key)
             locked += len(node.key) if node.ref_count else 0
         if self.size_info != (total - locked, locked):
@@ -278,6 +287,8 @@ class RadixPrefixCache(BasePrefixCache):
             child.last_use = self._clock
             node = child
             position += common_len
+        if node.is_evictable:
+            self._enqueue(node)
         return node, position
 
     def _split(self, node: RadixTreeNode, length: int) -> RadixTreeNode:
@@ -309,26 +320,33 @@ class RadixPrefixCache(BasePrefixCache):
         elif parent.salt and not parent.children:
             del self._roots[parent.salt]
 
-    def _enqueue(self, node: RadixTreeNode) -> None:
-        """Give an evictable leaf its entry in the heap, unless it still has one."""
-        if not node.is_queued:
-            node.is_queued = True
-            heapq.heappush(self._queue, (node.last_use, node.serial, node))
+    def _enqueue(self, leaf: RadixTreeNode) -> None:
+        """Let an evictable leaf wait for its turn, as its last use demands."""
+        if leaf.last_use == self._clock:
+            self._recent[leaf] = None
+            self._recent.move_to_end(leaf)
+        elif not leaf.is_queued:
+            leaf.is_queued = True
+            heapq.heappush(self._older, (leaf.last_use, leaf.serial, leaf))
 
     def _pop_least_recent(self) -> RadixTreeNode:
-        """The least recently used evictable leaf, without its entry."""
-        queue = self._queue
-        while True:
-            last_use, _, node = queue[0]
-            if not node.is_evictable:
-                heapq.heappop(queue)
-                node.is_queued = False
-            elif last_use != node.last_use:
-                heapq.heapreplace(queue, (node.last_use, node.serial, node))
+        """The least recently used evictable leaf, which no longer waits; there must be one."""
+        recent, older = self._recent, self._older
+        while older:
+            last_use, serial, leaf = older[0]
+            if leaf in recent or not leaf.is_evictable:
+                heapq.heappop(older)[2].is_queued = False
+            elif last_use != leaf.last_use:
+                heapq.heapreplace(older, (leaf.last_use, serial, leaf))
             else:
-                heapq.heappop(queue)
-                node.is_queued = False
-                return node
+                break
+        first = next(iter(recent), None)
+        if first is not None and not (older and older[0][0] < first.last_use):
+            del recent[first]
+            return first
+        leaf = heapq.heappop(older)[2]
+        leaf.is_queued = False
+        return leaf
 
     def _child_key(self, ids: Ids, position: int) -> Hashable:
         if self.page_size == 1:

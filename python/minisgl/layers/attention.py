@@ -72,9 +72,9 @@ class AttentionLayer(StateLessOP):
         self, program: Recorder, qkv: Buffer, tables: tuple[torch.Tensor, torch.Tensor]
     ) -> Buffer:
         """As `forward`; tables: cos and sin by position."""
-        num_q, num_kv = self._num_q, self._num_kv
-        if self._q_norm is not None:
-            self._q_norm.record_heads(program, qkv, 0, num_q)
-        if self._k_norm is not None:
-            self._k_norm.record_heads(program, qkv, num_q * self._head_dim, num_kv)
-        return program.attention(qkv, self._layer_id, num_q, num_kv, tables, self._window)
+        norms = None
+        if self._q_norm is not None and self._k_norm is not None:
+            norms = (self._q_norm.weight, self._k_norm.weight, self._q_norm.eps)
+        return program.attention(
+            qkv, self._layer_id, self._num_q, self._num_kv, tables, self._window, norms
+        )

@@ -29,9 +29,10 @@ class RMSNorm(BaseOP):
         """Normalise `x` in place."""
         x.copy_(rmsnorm(x, self.weight, self._eps))
 
-    def record_heads(self, program: Recorder, x: Buffer, offset: int, num_heads: int) -> None:
-        """`forward_inplace` of the heads that begin at `offset` of each row."""
-        program.head_norm(x, offset, num_heads, self.weight, self._eps)
+    @property
+    def eps(self) -> float:
+        """What is added to the mean square."""
+        return self._eps
 
 
 class RMSNormFused(BaseOP):

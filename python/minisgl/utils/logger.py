@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 from minisgl.env import ENV
 
@@ -17,7 +18,7 @@ class _StderrHandler(logging.StreamHandler):
         logging.Handler.__init__(self)
 
     @property
-    def stream(self):  # type: ignore[no-untyped-def, override]
+    def stream(self) -> TextIO:
         """The current standard error."""
         return sys.stderr
 

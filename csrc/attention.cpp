@@ -1,0 +1,248 @@
+// How attention is cut into tasks; the kernels themselves are in attention_<isa>.cpp.
+//
+// A task is a tile of query tokens times the heads that share one KV head, over a range of splits.
+// Where that alone gives the threads too little to share out, the splits of a tile go to several
+// tasks; the one that finishes last merges them, in order.
+#include "attention.h"
+
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "attention_kernels.h"
+#include "isa.h"
+#include "pool.h"
+
+namespace minisgl {
+namespace {
+
+constexpr int64_t kMaxTileQueries = 64;
+constexpr int64_t kMinTileQueries = 16;
+constexpr int64_t kTasksPerThread = 8;
+constexpr int64_t kLoadCost = 6;       // reading a key and a value, in rows computed with them
+constexpr int64_t kMinTaskCost = 2048;  // key-rows: a few microseconds
+constexpr int64_t kTokensPerStore = 16;
+
+int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+
+const AttentionKernels& kernels() {
+  switch (current_isa()) {
+#if defined(__x86_64__)
+    case Isa::kAvx512:
+      return attention_kernels_avx512();
+    case Isa::kAvxVnni:
+    case Isa::kAvx2:
+      return attention_kernels_avx2();
+#elif defined(__aarch64__)
+    case Isa::kNeon:
+      return attention_kernels_neon();
+#endif
+    default:
+      return attention_kernels_portable();
+  }
+}
+
+struct Unit {
+  int32_t req, kv_head, first_query, num_queries;
+  int32_t first_split, end_split;  // of this task
+  int32_t tile_first, tile_end;    // of the tile
+  int32_t shared;                  // index into Plan::pending, -1 if the tile is one task
+  int64_t partials;                // where the tile's partials start, in floats
+};
+
+struct Free {
+  void operator()(float* p) const { std::free(p); }
+};
+
+// What a call needs, kept by the calling thread so that the next layer finds it warm.
+struct Plan {
+  std::vector<Unit> units;
+  std::vector<int32_t> pending;  // tasks of a shared tile that have not finished
+  std::vector<uint8_t> taken;    // working memories in use, one flag per cache line
+  int64_t max_rows = 0, partial_floats = 0;
+  std::unique_ptr<float, Free> memory;
+  int64_t memory_floats = 0;
+
+  float* reserve(int64_t floats) {
+    if (floats > memory_floats) {
+      memory.reset();
+      memory_floats = 0;
+      const size_t bytes = static_cast<size_t>(div_up(floats, 1024) * 4096);
+      memory.reset(static_cast<float*>(std::aligned_alloc(64, bytes)));
+      if (memory == nullptr) throw std::bad_alloc();
+      memory_floats = div_up(floats, 1024) * 1024;
+    }
+    return memory.get();
+  }
+};
+
+thread_local Plan t_plan;
+
+struct Planner {
+  const AttentionBatch& batch;
+  const AttentionShape& shape;
+  Plan* plan;
+  int64_t group = shape.num_q_heads / shape.num_kv_heads;
+  int64_t target = 0;  // cost that a task should not exceed by much
+
+  int64_t queries(int64_t req) const { return batch.query_start[req + 1] - batch.query_start[req]; }
+  int64_t low(int64_t position) const {
+    return shape.window > 0 ? max64(0, position - shape.window + 1) : 0;
+  }
+  // About how much work `count` queries ending before position `end` are, for one KV head.
+  int64_t cost(int64_t count, int64_t end) const {
+    return (end - low(end - count)) * (kLoadCost * div_up(count, kMaxTileQueries) + count * group);
+  }
+
+  void make() {
+    int64_t total = 0;
+    for (int64_t r = 0; r < batch.num_reqs; ++r) {
+      if (queries(r) > 0) total += cost(queries(r), batch.kv_len[r]) * shape.num_kv_heads;
+    }
+    const int threads = num_threads();
+    target = threads == 1 ? int64_t{1} << 60 : max64(kMinTaskCost, total / (threads * kTasksPerThread));
+    plan->units.clear();
+    plan->pending.clear();
+    plan->max_rows = plan->partial_floats = 0;
+    // The large ones first, and of those the later ones, which see more.
+    for (int64_t r = 0; r < batch.num_reqs; ++r) {
+      if (queries(r) > 1) add_request(r);
+    }
+    for (int64_t r = 0; r < batch.num_reqs; ++r) {
+      if (queries(r) == 1) add_request(r);
+    }
+  }
+
+  void add_request(int64_t req) {
+    const int64_t count = queries(req), start = batch.kv_len[req] - count;
+    int64_t tile = max64(1, min64(kMaxTileQueries, kMaxTileRows / group));
+    const int64_t wanted = target / max64(1, batch.kv_len[req] * group);
+    tile = min64(tile, max64(wanted, kMinTileQueries));
+    for (int64_t t = div_up(count, tile) - 1; t >= 0; --t) {
+      add_tile(req, start, t * tile, min64(tile, count - t * tile));
+    }
+  }
+
+  void add_tile(int64_t req, int64_t start, int64_t first_query, int64_t count) {
+    const int64_t first = start + first_query, end = first + count;
+    const int64_t first_split = low(first) / kKeySplit, end_split = div_up(end, kKeySplit);
+    const int64_t parts = min64(end_split - first_split, div_up(cost(count, end), target));
+    const int64_t rows = count * group;
+    const int64_t shared = static_cast<int64_t>(plan->pending.size());
+    const int64_t size = (end_split - first_split) * rows * partial_floats(shape.head_dim);
+    for (int64_t p = 0; p < parts; ++p) {
+      const int64_t splits = end_split - first_split;
+      for (int64_t h = 0; h < shape.num_kv_heads; ++h) {
+        Unit unit;
+        unit.req = static_cast<int32_t>(req);
+        unit.kv_head = static_cast<int32_t>(h);
+        unit.first_query = static_cast<int32_t>(first_query);
+        unit.num_queries = static_cast<int32_t>(count);
+        unit.first_split = static_cast<int32_t>(first_split + splits * p / parts);
+        unit.end_split = static_cast<int32_t>(first_split + splits * (p + 1) / parts);
+        unit.tile_first = static_cast<int32_t>(first_split);
+        unit.tile_end = static_cast<int32_t>(end_split);
+        unit.shared = parts > 1 ? static_cast<int32_t>(shared + h) : -1;
+        unit.partials = plan->partial_floats + h * size;
+        plan->units.push_back(unit);
+      }
+    }
+    if (parts > 1) {
+      plan->partial_floats += shape.num_kv_heads * size;
+      plan->pending.insert(plan->pending.end(), static_cast<size_t>(shape.num_kv_heads),
+                           static_cast<int32_t>(parts));
+    }
+    plan->max_rows = max64(plan->max_rows, rows);
+  }
+};
+
+// A free working memory; there are as many as threads.
+int64_t take_slot(std::vector<uint8_t>& taken) {
+  const int64_t count = static_cast<int64_t>(taken.size() / 64);
+  for (int64_t i = 0;; i = (i + 1) % count) {
+    if (__atomic_exchange_n(&taken[static_cast<size_t>(i * 64)], 1, __ATOMIC_ACQUIRE) == 0) return i;
+  }
+}
+
+}  // namespace
+
+void paged_attention(const AttentionBatch& batch, const AttentionShape& shape, const KVView& kv,
+                     const float* q, int64_t q_stride, float* out, int64_t out_stride) {
+  Plan& plan = t_plan;
+  Planner{batch, shape, &plan}.make();
+  if (plan.units.empty()) return;
+  const int64_t slot_floats = div_up(scratch_floats(shape.head_dim, plan.max_rows), 64) * 64;
+  const int64_t slots = min64(num_threads(), static_cast<int64_t>(plan.units.size()));
+  plan.taken.assign(static_cast<size_t>(slots * 64), 0);
+  float* memory = plan.reserve(slots * slot_floats + plan.partial_floats);
+  float* partials = memory + slots * slot_floats;
+  const AttentionKernels& table = kernels();
+  const auto run = table.run[static_cast<int>(kv.kind)];
+  const int64_t group_floats = shape.num_q_heads / shape.num_kv_heads * shape.head_dim;
+
+  parallel_for(static_cast<int64_t>(plan.units.size()), [&](int64_t index) {
+    const Unit& unit = plan.units[static_cast<size_t>(index)];
+    const int64_t slot = take_slot(plan.taken);
+    const int64_t queries = batch.query_start[unit.req + 1] - batch.query_start[unit.req];
+    const int64_t token = batch.query_start[unit.req] + unit.first_query;
+    AttentionTask task;
+    task.shape = &shape;
+    task.kv = &kv;
+    task.locations = batch.rows + unit.req * batch.row_stride;
+    task.kv_head = unit.kv_head;
+    task.num_queries = unit.num_queries;
+    task.first_position = batch.kv_len[unit.req] - queries + unit.first_query;
+    task.q = q + token * q_stride + unit.kv_head * group_floats;
+    task.q_stride = q_stride;
+    task.out = out + token * out_stride + unit.kv_head * group_floats;
+    task.out_stride = out_stride;
+    task.first_split = unit.first_split;
+    task.end_split = unit.end_split;
+    task.partials = unit.shared < 0 ? nullptr : partials + unit.partials;
+    task.partial_split = unit.tile_first;
+    task.scratch = memory + slot * slot_floats;
+    run(task);
+    if (unit.shared >= 0) {
+      int32_t* pending = &plan.pending[static_cast<size_t>(unit.shared)];
+      if (__atomic_sub_fetch(pending, 1, __ATOMIC_ACQ_REL) == 0) {
+        task.first_split = unit.tile_first;
+        task.end_split = unit.tile_end;
+        table.merge(task);
+      }
+    }
+    __atomic_store_n(&plan.taken[static_cast<size_t>(slot * 64)], 0, __ATOMIC_RELEASE);
+  });
+}
+
+void store_kv(const AttentionShape& shape, const KVStore& kv, const float* k, int64_t k_stride,
+              const float* v, int64_t v_stride, const int32_t* out_loc, int64_t tokens) {
+  const auto store = kernels().store[static_cast<int>(kv.kind)];
+  parallel_for(div_up(tokens, kTokensPerStore), [&](int64_t chunk) {
+    const int64_t first = chunk * kTokensPerStore;
+    store(shape, kv, k + first * k_stride, k_stride, v + first * v_stride, v_stride,
+          out_loc + first, min64(kTokensPerStore, tokens - first));
+  });
+}
+
+void rope_and_store(const AttentionShape& shape, const KVStore& kv, const RopeStore& work) {
+  const auto rope = kernels().rope[static_cast<int>(kv.kind)];
+  parallel_for(div_up(work.tokens, kTokensPerStore), [&](int64_t chunk) {
+    const int64_t first = chunk * kTokensPerStore;
+    RopeStore part = work;
+    part.tokens = min64(kTokensPerStore, work.tokens - first);
+    part.qkv += first * work.stride;
+    part.out_loc += first;
+    if (work.positions != nullptr) {
+      part.positions += first;
+    } else {
+      part.cos += first * work.half;
+      part.sin += first * work.half;
+    }
+    rope(shape, kv, part);
+  });
+}
+
+}  // namespace minisgl

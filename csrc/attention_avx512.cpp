@@ -1,0 +1,90 @@
+// AVX-512: a vector of 16 floats is one register.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include "attention_table.h"
+
+namespace minisgl {
+namespace {
+
+struct Avx512 {
+  static constexpr int kRows = 6, kVecs = 4;  // 24 sums in registers
+  using Vec = __m512;
+
+  static MINISGL_INLINE Vec zero() { return _mm512_setzero_ps(); }
+  static MINISGL_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
+  static MINISGL_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
+  static MINISGL_INLINE Vec broadcast(float x) { return _mm512_set1_ps(x); }
+  static MINISGL_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+  static MINISGL_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+  static MINISGL_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static MINISGL_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+  static MINISGL_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // a > b ? a : b
+  static MINISGL_INLINE float first(Vec a) { return _mm512_cvtss_f32(a); }
+
+  static MINISGL_INLINE Vec load_bfloat16(const uint16_t* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+  static MINISGL_INLINE Vec load_float16(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static MINISGL_INLINE Vec load_int8(const int8_t* p) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+  }
+  static MINISGL_INLINE void store_float16(uint16_t* p, Vec a) {
+    const __m256i half = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+  }
+
+  // 2^n where the low bits of `shifted` hold n + 2^22.
+  static MINISGL_INLINE Vec power_of_two(Vec shifted) {
+    const __m512i n = _mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(n, 23));
+  }
+  static MINISGL_INLINE Vec zero_where_less(Vec x, Vec bound, Vec a) {
+    return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ), _mm512_setzero_ps());
+  }
+
+  // Lane i with i + 8, then i + 4, i + 2, i + 1.
+  static MINISGL_INLINE float sum(Vec a) {
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a), high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+  }
+  static MINISGL_INLINE float largest(Vec a) {
+    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));
+    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(a), high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+  }
+
+  // Columns d..d+3 of 16 rows: out[i * stride + r] = rows[r][d + i].
+  static MINISGL_INLINE void transpose4(const float* const* rows, int64_t d, float* out,
+                                        int64_t stride) {
+    __m512 z[4];
+    for (int r = 0; r < 4; ++r) {
+      z[r] = _mm512_castps128_ps512(_mm_loadu_ps(rows[r] + d));
+      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows[4 + r] + d), 1);
+      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows[8 + r] + d), 2);
+      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows[12 + r] + d), 3);
+    }
+    const __m512 a = _mm512_unpacklo_ps(z[0], z[1]), b = _mm512_unpackhi_ps(z[0], z[1]);
+    const __m512 c = _mm512_unpacklo_ps(z[2], z[3]), e = _mm512_unpackhi_ps(z[2], z[3]);
+    _mm512_storeu_ps(out, _mm512_shuffle_ps(a, c, 0x44));
+    _mm512_storeu_ps(out + stride, _mm512_shuffle_ps(a, c, 0xee));
+    _mm512_storeu_ps(out + 2 * stride, _mm512_shuffle_ps(b, e, 0x44));
+    _mm512_storeu_ps(out + 3 * stride, _mm512_shuffle_ps(b, e, 0xee));
+  }
+};
+
+}  // namespace
+
+const AttentionKernels& attention_kernels_avx512() { return attention_table<Avx512>(); }
+
+}  // namespace minisgl
+#endif

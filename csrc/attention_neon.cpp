@@ -1,0 +1,122 @@
+// NEON: a vector of 16 floats is four registers.
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#include "attention_table.h"
+
+namespace minisgl {
+namespace {
+
+struct Neon {
+  static constexpr int kRows = 6, kVecs = 1;  // 24 sums in registers
+  struct Vec {
+    float32x4_t part[4];
+  };
+
+  template <class Fn>
+  static MINISGL_INLINE Vec each(Fn fn) {
+    return {{fn(0), fn(1), fn(2), fn(3)}};
+  }
+  static MINISGL_INLINE Vec zero() { return broadcast(0.0f); }
+  static MINISGL_INLINE Vec load(const float* p) {
+    return each([=](int i) { return vld1q_f32(p + 4 * i); });
+  }
+  static MINISGL_INLINE void store(float* p, Vec a) {
+    for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.part[i]);
+  }
+  static MINISGL_INLINE Vec broadcast(float x) {
+    return each([=](int) { return vdupq_n_f32(x); });
+  }
+  static MINISGL_INLINE Vec add(Vec a, Vec b) {
+    return each([=](int i) { return vaddq_f32(a.part[i], b.part[i]); });
+  }
+  static MINISGL_INLINE Vec sub(Vec a, Vec b) {
+    return each([=](int i) { return vsubq_f32(a.part[i], b.part[i]); });
+  }
+  static MINISGL_INLINE Vec mul(Vec a, Vec b) {
+    return each([=](int i) { return vmulq_f32(a.part[i], b.part[i]); });
+  }
+  static MINISGL_INLINE Vec fma(Vec a, Vec b, Vec c) {
+    return each([=](int i) { return vfmaq_f32(c.part[i], a.part[i], b.part[i]); });
+  }
+  static MINISGL_INLINE float32x4_t larger4(float32x4_t a, float32x4_t b) {  // a > b ? a : b
+    return vbslq_f32(vcgtq_f32(a, b), a, b);
+  }
+  static MINISGL_INLINE Vec max(Vec a, Vec b) {
+    return each([=](int i) { return larger4(a.part[i], b.part[i]); });
+  }
+  static MINISGL_INLINE float first(Vec a) { return vgetq_lane_f32(a.part[0], 0); }
+
+  static MINISGL_INLINE Vec load_bfloat16(const uint16_t* p) {
+    return each(
+        [=](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
+  }
+  static MINISGL_INLINE Vec load_float16(const uint16_t* p) {
+    return each(
+        [=](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
+  }
+  static MINISGL_INLINE Vec load_int8(const int8_t* p) {
+    const int8x16_t codes = vld1q_s8(p);
+    const int16x8_t low = vmovl_s8(vget_low_s8(codes)), high = vmovl_s8(vget_high_s8(codes));
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))),
+             vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
+             vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
+             vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
+  }
+  static MINISGL_INLINE void store_float16(uint16_t* p, Vec a) {
+    for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.part[i])));
+  }
+
+  // 2^n where the low bits of `shifted` hold n + 2^22.
+  static MINISGL_INLINE Vec power_of_two(Vec shifted) {
+    return each([=](int i) {
+      const int32x4_t n = vaddq_s32(vreinterpretq_s32_f32(shifted.part[i]), vdupq_n_s32(127));
+      return vreinterpretq_f32_s32(vshlq_n_s32(n, 23));
+    });
+  }
+  static MINISGL_INLINE Vec zero_where_less(Vec x, Vec bound, Vec a) {
+    return each([=](int i) {
+      const uint32x4_t less = vcltq_f32(x.part[i], bound.part[i]);
+      return vbslq_f32(less, vdupq_n_f32(0), a.part[i]);
+    });
+  }
+
+  // Lane i with i + 8, then i + 4, i + 2, i + 1.
+  static MINISGL_INLINE float sum(Vec a) {
+    const float32x4_t low = vaddq_f32(a.part[0], a.part[2]);
+    const float32x4_t high = vaddq_f32(a.part[1], a.part[3]);
+    const float32x4_t four = vaddq_f32(low, high);
+    const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+  }
+  static MINISGL_INLINE float largest(Vec a) {
+    const float32x4_t low = larger4(a.part[0], a.part[2]), high = larger4(a.part[1], a.part[3]);
+    const float32x4_t four = larger4(low, high);
+    float lane[4];
+    vst1q_f32(lane, four);
+    const float even = lane[0] > lane[2] ? lane[0] : lane[2];
+    const float odd = lane[1] > lane[3] ? lane[1] : lane[3];
+    return even > odd ? even : odd;
+  }
+
+  // Columns d..d+3 of 16 rows: out[i * stride + r] = rows[r][d + i].
+  static MINISGL_INLINE void transpose4(const float* const* rows, int64_t d, float* out,
+                                        int64_t stride) {
+    for (int g = 0; g < 4; ++g, rows += 4, out += 4) {
+      const float32x4x2_t ab = vtrnq_f32(vld1q_f32(rows[0] + d), vld1q_f32(rows[1] + d));
+      const float32x4x2_t ce = vtrnq_f32(vld1q_f32(rows[2] + d), vld1q_f32(rows[3] + d));
+      for (int i = 0; i < 2; ++i) {
+        const float32x4_t x = ab.val[i], y = ce.val[i];
+        vst1q_f32(out + i * stride, vcombine_f32(vget_low_f32(x), vget_low_f32(y)));
+        vst1q_f32(out + (i + 2) * stride, vcombine_f32(vget_high_f32(x), vget_high_f32(y)));
+      }
+    }
+  }
+};
+
+}  // namespace
+
+const AttentionKernels& attention_kernels_neon() { return attention_table<Neon>(); }
+
+}  // namespace minisgl
+#endif

@@ -1,0 +1,294 @@
+"""Native paged attention, storing of K and V, and the fused rotation, behind checks.
+
+Like `native`, this module hands addresses to the extension only after it has checked type, device,
+shape and stride; what lies in index arrays is checked by the extension itself (`IndexError`). A KV
+pool is `KVTensors`; who asks what is `PagedBatch`, a snapshot that all layers of a forward share.
+Twins: `attention/torch_backend.py`, `torch_ops.store_cache`, `torch_ops.rotate_`, `torch_ops.rmsnorm`.
+May import `env` and `utils`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from . import native
+
+# Numbers that csrc/attention.h gives to kinds of keys and values.
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class KVTensors:
+    """K and V of one layer: `(..., kv heads, head_dim)`, contiguous, all leading dimensions together
+    counting token locations. int8 needs scales, float32 `(locations, kv heads)` each."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    pool: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        k, v = self.k, self.v
+        for name, x in (("k", k), ("v", v)):
+            if x.dtype not in KV_KINDS or x.device.type != "cpu" or x.dtype != k.dtype:
+                raise TypeError(f"{name} cannot be {x.dtype} on {x.device}")
+            if x.dim() < 3 or x.shape != k.shape or not x.is_contiguous():
+                raise ValueError(
+                    f"k and v must be contiguous (..., heads, dim): {name} is {tuple(x.shape)}"
+                    f" with strides {x.stride()}"
+                )
+        if k.dtype is torch.int8 and (self.k_scale is None or self.v_scale is None):
+            raise TypeError("int8 keys and values need scales")
+        scales = []
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if scale is not None and (scale.dtype is not torch.float32 or scale.device.type != "cpu"):
+                raise TypeError(f"{name} must be float32 on the CPU, not {scale.dtype}")
+            if scale is not None and (
+                scale.shape != (self.num_locations, self.num_heads) or not scale.is_contiguous()
+            ):
+                raise ValueError(
+                    f"{name} must be contiguous {(self.num_locations, self.num_heads)},"
+                    f" not {tuple(scale.shape)}"
+                )
+            scales.append(0 if scale is None else scale.data_ptr())
+        stride = self.num_heads * self.head_dim
+        pool = (KV_KINDS[k.dtype], k.data_ptr(), v.data_ptr(), stride, *scales, self.num_locations)
+        object.__setattr__(self, "pool", pool)
+
+    @property
+    def num_heads(self) -> int:
+        return self.k.shape[-2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[-1]
+
+    @property
+    def num_locations(self) -> int:
+        return self.k.shape[:-2].numel()
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Who asks for what, as int32 arrays that the kernels read directly (csrc/attention.h).
+
+    query_start (n + 1): token rows of request r are [query_start[r], query_start[r + 1]), the last
+    of which stands at position kv_len[r] - 1. rows (n, stride): the location of each position;
+    only the first kv_len[r] of row r mean anything.
+    """
+
+    query_start: np.ndarray
+    kv_len: np.ndarray
+    rows: np.ndarray
+    addresses: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, x in (
+            ("query_start", self.query_start), ("kv_len", self.kv_len), ("rows", self.rows)
+        ):  # fmt: skip
+            if x.dtype != np.int32 or not x.flags.c_contiguous:
+                raise TypeError(f"{name} must be a contiguous int32 array, not {x.dtype}")
+        n = len(self.kv_len)
+        if self.kv_len.ndim != 1 or self.query_start.shape != (n + 1,):
+            raise ValueError(f"{n} requests, but query_start has shape {self.query_start.shape}")
+        if self.rows.ndim != 2 or len(self.rows) != n:
+            raise ValueError(f"{n} requests, but rows has shape {self.rows.shape}")
+        arrays = (self.query_start.ctypes.data, self.kv_len.ctypes.data, self.rows.ctypes.data)
+        object.__setattr__(self, "addresses", (n, *arrays, self.rows.shape[1]))
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start[-1])
+
+
+def snapshot(
+    page_table: torch.Tensor,
+    table_indices: Sequence[int],
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    num_locations: int,
+) -> PagedBatch:
+    """A `PagedBatch` with a copy of the rows `table_indices` of an int32 page table, as far as each
+    is used; `IndexError` if a row, a length or a location lies outside."""
+    if page_table.dtype is not torch.int32 or page_table.device.type != "cpu":
+        raise TypeError(f"the page table must be int32 on the CPU, not {page_table.dtype}")
+    if page_table.dim() != 2 or (page_table.shape[1] > 1 and page_table.stride(1) != 1):
+        raise ValueError(f"the page table must be a matrix with contiguous rows")
+    indices = np.asarray(table_indices, dtype=np.int32)
+    kv_len = np.asarray(kv_lens, dtype=np.int32)
+    query_start = np.zeros(len(kv_len) + 1, dtype=np.int32)
+    np.cumsum(query_lens, out=query_start[1:])
+    if indices.shape != kv_len.shape:
+        raise ValueError(f"{len(indices)} rows, but {len(kv_len)} lengths")
+    longest = int(kv_len.max(initial=0))
+    if longest > page_table.shape[1]:
+        raise IndexError(f"a request of {longest} tokens, a page table of {page_table.shape[1]}")
+    rows = np.empty((len(kv_len), longest), dtype=np.int32)
+    native.load().snapshot_rows(
+        page_table.data_ptr(),
+        page_table.shape[0],
+        page_table.stride(0),
+        page_table.shape[1],
+        indices.ctypes.data,
+        kv_len.ctypes.data,
+        len(kv_len),
+        rows.ctypes.data,
+        longest,
+        num_locations,
+    )
+    return PagedBatch(query_start, kv_len, rows)
+
+
+def _heads(name: str, x: torch.Tensor, heads: int | None, dim: int) -> torch.Tensor:
+    """`x` as float32 (tokens, heads, dim) with the heads of a token next to each other."""
+    if not isinstance(x, torch.Tensor) or x.dtype is not torch.float32 or x.device.type != "cpu":
+        raise TypeError(f"{name} must be a float32 tensor on the CPU")
+    if x.dim() != 3 or x.shape[2] != dim or (heads is not None and x.shape[1] != heads):
+        wanted = "heads" if heads is None else heads
+        raise ValueError(f"{name} must be (tokens, {wanted}, {dim}), not {tuple(x.shape)}")
+    return x
+
+
+def _heads_together(x: torch.Tensor) -> bool:
+    return x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+
+
+def _int32(name: str, x: torch.Tensor, length: int) -> torch.Tensor:
+    if x.device.type != "cpu" or x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64 on the CPU, not {x.dtype} on {x.device}")
+    if x.shape != (length,):
+        raise ValueError(f"{name} must have shape ({length},), not {tuple(x.shape)}")
+    return x.to(torch.int32).contiguous()
+
+
+def attention(
+    q: torch.Tensor,
+    kv: KVTensors,
+    batch: PagedBatch,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of `q` (tokens, heads, dim) over the pages; returns the same shape.
+
+    scale: 1 / sqrt(dim) by default. window: how many tokens back a query sees, itself included.
+    The locations in `batch.rows` are not checked again: make it with `snapshot`.
+    """
+    q = _heads("q", q, None, kv.head_dim)
+    if not _heads_together(q):
+        q = q.contiguous()
+    tokens, heads, dim = q.shape
+    if batch.num_tokens != tokens:
+        raise ValueError(f"the batch has {batch.num_tokens} tokens, but q has {tokens}")
+    if window is not None and window < 1:
+        raise ValueError(f"the window must be positive, not {window}")
+    if out is None:
+        out = torch.empty(q.shape)
+    _heads("out", out, heads, dim)
+    if out.shape != q.shape or not _heads_together(out) or (
+        tokens > 1 and out.stride(0) < heads * dim
+    ):
+        raise ValueError(f"out must be {tuple(q.shape)} with disjoint rows of whole tokens")
+    native.load().paged_attention(
+        batch.addresses,
+        kv.pool,
+        heads,
+        kv.num_heads,
+        dim,
+        dim**-0.5 if scale is None else scale,
+        window or 0,
+        q.data_ptr(),
+        q.stride(0),
+        out.data_ptr(),
+        out.stride(0),
+        tokens,
+    )
+    return out
+
+
+def store_kv(kv: KVTensors, out_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Store k and v, float32 (tokens, kv heads, dim), at the locations `out_loc` (tokens,)."""
+    k = _heads("k", k, kv.num_heads, kv.head_dim)
+    v = _heads("v", v, kv.num_heads, kv.head_dim)
+    if len(k) != len(v):
+        raise ValueError(f"{len(k)} keys, but {len(v)} values")
+    locations = _int32("out_loc", out_loc, len(k))
+    k = k if _heads_together(k) else k.contiguous()
+    v = v if _heads_together(v) else v.contiguous()
+    native.load().store_kv(
+        kv.pool,
+        kv.num_heads,
+        kv.head_dim,
+        k.data_ptr(),
+        k.stride(0),
+        v.data_ptr(),
+        v.stride(0),
+        locations.data_ptr(),
+        len(k),
+    )
+
+
+def rope_and_store(
+    qkv: torch.Tensor,
+    num_q_heads: int,
+    kv: KVTensors,
+    out_loc: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    positions: torch.Tensor | None = None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """Norm and rotate q in place and store the rotated k, and v; returns q as a view of `qkv`.
+
+    qkv: float32 (tokens, (q + 2 kv heads) * dim); its k and v stay as they were. cos, sin: float32
+    (rows, half), `half` columns turn with the `half` after them; `positions` (tokens,) chooses the
+    row, without it token t takes row t. q_norm, k_norm: weights (dim,) of an RMS norm per head.
+    """
+    tokens, dim = len(qkv), kv.head_dim
+    width = (num_q_heads + 2 * kv.num_heads) * dim
+    if qkv.dtype is not torch.float32 or qkv.device.type != "cpu":
+        raise TypeError(f"qkv must be float32 on the CPU, not {qkv.dtype} on {qkv.device}")
+    if qkv.dim() != 2 or qkv.shape[1] != width or qkv.stride(1) != 1:
+        raise ValueError(f"qkv must be (tokens, {width}) with contiguous rows: {tuple(qkv.shape)}")
+    if tokens > 1 and qkv.stride(0) < width:
+        raise ValueError("the rows of qkv overlap")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.dtype is not torch.float32 or table.device.type != "cpu":
+            raise TypeError(f"{name} must be float32 on the CPU, not {table.dtype}")
+        if table.dim() != 2 or table.shape != cos.shape or not table.is_contiguous():
+            raise ValueError(f"cos and sin must be contiguous matrices: {name} {tuple(table.shape)}")
+    norms: list[int] = []
+    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if weight is not None and (weight.dtype is not torch.float32 or weight.device.type != "cpu"):
+            raise TypeError(f"{name} must be float32 on the CPU, not {weight.dtype}")
+        if weight is not None and (weight.shape != (dim,) or not weight.is_contiguous()):
+            raise ValueError(f"{name} must be contiguous ({dim},), not {tuple(weight.shape)}")
+        norms.append(0 if weight is None else weight.data_ptr())
+    where = None if positions is None else _int32("positions", positions, tokens)
+    locations = _int32("out_loc", out_loc, tokens)
+    table_args = (
+        cos.data_ptr(), sin.data_ptr(), len(cos), cos.shape[1],
+        0 if where is None else where.data_ptr(),
+    )  # fmt: skip
+    native.load().rope_and_store(
+        kv.pool,
+        num_q_heads,
+        kv.num_heads,
+        dim,
+        qkv.data_ptr(),
+        qkv.stride(0),
+        tokens,
+        table_args,
+        (*norms, eps),
+        locations.data_ptr(),
+    )
+    return qkv[:, : num_q_heads * dim].view(tokens, num_q_heads, dim)
