@@ -92,39 +92,40 @@ ActivationTile Activations::tile(int64_t tile) const {
   return result;
 }
 
-void Activations::quantize(const float* x, int64_t stride) {
+void Activations::quantize_token(int64_t token, const float* row) {
   const QuantizeGroupFn quantize_one = choose();
-  const auto run_token = [&](int64_t token) {
-    const int64_t tile_index = token / kTileTokens;
-    const ActivationTile out = tile(tile_index);
-    const float* row = x + token * stride;
-    int64_t at = token % kTileTokens;
-    for (int64_t g = 0; g < groups_; ++g, at += out.stride) {
-      const float* source = row + g * kGroup;
-      float padded[kGroup] = {};
-      const int64_t left = columns_ - g * kGroup;
-      if (left < kGroup) {
-        std::memcpy(padded, source, static_cast<size_t>(left) * 4);
-        source = padded;
-      }
-      int8_t* codes = const_cast<int8_t*>(out.codes) + at * kGroup;
-      const GroupResult r = quantize_one(source, codes);
-      const int32_t sum = r.low_sum + r.high_sum;
-      const_cast<float*>(out.scale)[at] = r.scale;
-      const_cast<float*>(out.scaled_sum)[at] = r.scale * static_cast<float>(sum);
-      const int32_t corrections[kNumCorrections] = {-8 * sum, -16 * sum, -128 * sum,
-                                                    -32 * r.low_sum, -32 * r.high_sum};
-      for (int i = 0; i < kNumCorrections; ++i) {
-        const_cast<int32_t*>(out.correction[i])[at] = corrections[i];
-      }
+  const ActivationTile out = tile(token / kTileTokens);
+  int64_t at = token % kTileTokens;
+  for (int64_t g = 0; g < groups_; ++g, at += out.stride) {
+    const float* source = row + g * kGroup;
+    float padded[kGroup] = {};
+    const int64_t left = columns_ - g * kGroup;
+    if (left < kGroup) {
+      std::memcpy(padded, source, static_cast<size_t>(left) * 4);
+      source = padded;
     }
-  };
+    int8_t* codes = const_cast<int8_t*>(out.codes) + at * kGroup;
+    const GroupResult r = quantize_one(source, codes);
+    const int32_t sum = r.low_sum + r.high_sum;
+    const_cast<float*>(out.scale)[at] = r.scale;
+    const_cast<float*>(out.scaled_sum)[at] = r.scale * static_cast<float>(sum);
+    const int32_t corrections[kNumCorrections] = {-8 * sum, -16 * sum, -128 * sum,
+                                                  -32 * r.low_sum, -32 * r.high_sum};
+    for (int i = 0; i < kNumCorrections; ++i) {
+      const_cast<int32_t*>(out.correction[i])[at] = corrections[i];
+    }
+  }
+}
+
+void Activations::quantize(const float* x, int64_t stride) {
   if (tokens_ == 0) return;
   // A task of a few hundred groups outweighs what it costs to hand it out.
   const int64_t chunk = tokens_ * groups_ < 2048 ? tokens_ : 1 + 512 / groups_;
   parallel_for((tokens_ + chunk - 1) / chunk, [&](int64_t task) {
     const int64_t end = (task + 1) * chunk < tokens_ ? (task + 1) * chunk : tokens_;
-    for (int64_t token = task * chunk; token < end; ++token) run_token(token);
+    for (int64_t token = task * chunk; token < end; ++token) {
+      quantize_token(token, x + token * stride);
+    }
   });
 }
 

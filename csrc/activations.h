@@ -44,6 +44,10 @@ class Activations {
   // Quantises float rows `stride` elements apart; uses the thread pool.
   void quantize(const float* x, int64_t stride);
 
+  // Quantises one token's row: for callers that have just computed it and share out tokens
+  // themselves.
+  void quantize_token(int64_t token, const float* row);
+
  private:
   struct Free {
     void operator()(uint8_t* p) const;

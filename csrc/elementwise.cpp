@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <vector>
 
 #include "isa.h"
@@ -19,20 +20,46 @@ uint32_t sort_key(float value) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-constexpr int kBinBits = 12;  // sign, exponent and three bits of the fraction
-constexpr int kNumBins = 1 << kBinBits;
-constexpr int kBinShift = 32 - kBinBits;
+constexpr int64_t kLanes = 16;
 
-// The least key such that at most the elements of one bin beyond the k largest reach it.
-uint32_t threshold(const float* x, int64_t n, int64_t k) {
-  std::vector<int32_t> count(kNumBins);
-  for (int64_t i = 0; i < n; ++i) ++count[sort_key(x[i]) >> kBinShift];
-  int64_t found = 0;
-  int bin = kNumBins;
-  while (bin > 1 && found < k) found += count[--bin];
-  const uint32_t least = static_cast<uint32_t>(bin) << kBinShift;
-  return least > 0 ? least : 1;  // 0 is NaN
-}
+// The row in sections whose lanes each keep their largest element: the k-th largest of those is no
+// larger than the k-th largest of the row.
+class Sections {
+ public:
+  Sections(const float* x, int64_t n, int64_t k) {
+    // About eight lanes for each element that is wanted, so that few others pass.
+    steps_ = std::max<int64_t>(1, n / (8 * k));
+    steps_ = std::min<int64_t>(steps_, 64);
+    count_ = n / (kLanes * steps_);
+    if (count_ * kLanes < 2 * k) count_ = 0;  // nearly all are wanted: look at each
+    maxima_.resize(static_cast<size_t>(count_ * kLanes));
+    elementwise_kernels().lane_maxima(x, count_, steps_, maxima_.data());
+    if (count_ == 0) return;
+    std::vector<float> sorted = maxima_;
+    std::nth_element(sorted.begin(), sorted.begin() + (k - 1), sorted.end(), std::greater<float>());
+    least_ = std::max<uint32_t>(1, sort_key(sorted[static_cast<size_t>(k - 1)]));
+  }
+
+  // Elements with a smaller key are not among the k largest; 0 is the key of NaNs.
+  uint32_t least() const { return least_; }
+
+  // Calls visit(i) for every element that may reach least().
+  template <class Visit>
+  void each(int64_t n, Visit&& visit) const {
+    for (int64_t s = 0; s < count_; ++s) {
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        if (sort_key(maxima_[static_cast<size_t>(s * kLanes + lane)]) < least_) continue;
+        for (int64_t i = s * steps_; i < (s + 1) * steps_; ++i) visit(i * kLanes + lane);
+      }
+    }
+    for (int64_t i = count_ * steps_ * kLanes; i < n; ++i) visit(i);
+  }
+
+ private:
+  int64_t steps_ = 1, count_ = 0;
+  uint32_t least_ = 1;
+  std::vector<float> maxima_;
+};
 
 }  // namespace
 
@@ -55,14 +82,15 @@ const ElementwiseKernels& elementwise_kernels() {
 
 int64_t top_candidates(const float* x, int64_t n, int64_t k, float* values, int32_t* indices) {
   if (k <= 0) return 0;
-  const uint32_t least = threshold(x, n, k);
+  const Sections sections(x, n, k);
   // Falling key, then rising index: one integer comparison.
   std::vector<uint64_t> found;
   found.reserve(static_cast<size_t>(2 * k));
-  for (int64_t i = 0; i < n; ++i) {
+  sections.each(n, [&](int64_t i) {
     const uint32_t key = sort_key(x[i]);
-    if (key >= least) found.push_back(static_cast<uint64_t>(~key) << 32 | static_cast<uint64_t>(i));
-  }
+    if (key < sections.least()) return;
+    found.push_back(static_cast<uint64_t>(~key) << 32 | static_cast<uint64_t>(i));
+  });
   const int64_t count = std::min<int64_t>(k, static_cast<int64_t>(found.size()));
   if (count < static_cast<int64_t>(found.size())) {
     std::nth_element(found.begin(), found.begin() + count, found.end());

@@ -36,6 +36,9 @@ struct ElementwiseKernels {
   void (*add)(float* x, const float* y, int64_t n);
   ArgMax (*arg_max)(const float* x, int64_t n);
   SoftmaxStats (*softmax_stats)(const float* x, int64_t n, float inverse_temperature);
+  // out[16 * s + lane] = the largest x[16 * i + lane], i in [s * steps, (s + 1) * steps), for each
+  // whole section s of 16 * steps elements; NaNs count as -infinity.
+  void (*lane_maxima)(const float* x, int64_t sections, int64_t steps, float* out);
 };
 
 const ElementwiseKernels& elementwise_kernels_portable();
@@ -52,8 +55,8 @@ template <class Body>
 void for_rows(int64_t rows, int64_t elements_per_row, Body&& body);
 
 // Writes the k largest elements of a row and their indices in falling order, equal ones by rising
-// index; NaNs are never chosen, and count is how many there were to choose (at most k). Touches
-// the row twice and sorts only what it found.
+// index; NaNs are never chosen. Returns how many there were to choose (at most k). Reads the row
+// twice and sorts only what it found.
 int64_t top_candidates(const float* x, int64_t n, int64_t k, float* values, int32_t* indices);
 
 // What changes a row of logits before a token is chosen; formulas as in engine/logits.py.

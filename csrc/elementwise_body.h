@@ -212,9 +212,23 @@ SoftmaxStats softmax_stats(const float* x, int64_t n, float inverse_temperature)
   return {max, sum_lanes(sums)};
 }
 
+void lane_maxima(const float* x, int64_t sections, int64_t steps, float* out) {
+  for (int64_t s = 0; s < sections; ++s, out += kSums) {
+    Floats best[kRegisters];
+    for (int r = 0; r < kRegisters; ++r) best[r] = splat(-INFINITY);
+    for (int64_t i = 0; i < steps; ++i, x += kSums) {
+      for (int r = 0; r < kRegisters; ++r) {
+        const Floats value = load(x + r * kWidth);
+        best[r] = value > best[r] ? value : best[r];
+      }
+    }
+    for (int r = 0; r < kRegisters; ++r) store(out + r * kWidth, best[r]);
+  }
+}
+
 constexpr ElementwiseKernels kRowKernels = {
     rms_norm, add_rms_norm, {gate_mul<Activation::kSilu>, gate_mul<Activation::kGeluTanh>},
-    add,      arg_max,      softmax_stats};
+    add,      arg_max,      softmax_stats, lane_maxima};
 
 }  // namespace
 }  // namespace minisgl

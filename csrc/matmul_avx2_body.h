@@ -18,9 +18,9 @@ namespace {
 template <bool kVnni>
 struct Avx2 {
   static constexpr int kLanes = 8;
-  static constexpr int kUnitsFew = KF;
-  static constexpr int kUnitsMany = KM;
-  static constexpr int kTokens = KT;
+  static constexpr int kUnitsFew = 2;
+  static constexpr int kUnitsMany = 1;
+  static constexpr int kTokens = 4;
   template <int kBits>
   static constexpr bool kNeedsCorrection = kVnni || kBits != 8;
   using Int = __m256i;

@@ -93,12 +93,6 @@ void Program::run_timed(size_t begin, size_t end, const std::function<void()>& b
     name += (i > begin ? "+" : "") + std::string(steps_[i].name);
     bytes += steps_[i].bytes;
   }
-  for (StepTime& time : times_) {
-    if (time.name != name) continue;
-    time.nanoseconds += spent.count();
-    time.bytes += bytes;
-    return;
-  }
   times_.push_back({name, spent.count(), bytes});
 }
 

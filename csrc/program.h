@@ -119,7 +119,7 @@ class Program {
   // Throws std::invalid_argument or std::out_of_range before anything is written.
   void run(const RunArgs& args);
 
-  // Time by kind of step over the runs since the last call; empty unless `on` was set before.
+  // The steps run since the last call, in order; empty unless set_profile(true) came before.
   void set_profile(bool on) { profile_ = on; }
   std::vector<StepTime> take_profile();
   size_t num_steps() const { return steps_.size(); }

@@ -126,7 +126,9 @@ void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
   Quantized input;
   if (any_packed) {
     input = quantized(columns);
-    add_whole_step("quantize", 0, [=](const Tile&) { (*input)->quantize(at(x), columns); });
+    add_row_step("quantize", 6 * columns, [=](const Tile&, int64_t row) {
+      (*input)->quantize_token(row, at(x, row));
+    });
   }
   add_whole_step(out == kLogits ? "head" : "linear", bytes, [=](const Tile& tile) {
     float* to = out == kLogits ? tile.logits : at(out);

@@ -97,6 +97,7 @@ class EngineConfig:
     max_seq_len_override: int | None = None
     num_page_override: int | None = None
     num_threads: int = 0
+    quant: str = AUTO
     random_seed: int | None = None
 
     def __post_init__(self) -> None:

@@ -130,5 +130,5 @@ def test_spans_waste_at_most_half() -> None:
 
 
 def test_an_unknown_backend_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="use one of auto, torch"):
+    with pytest.raises(ConfigError, match="use one of auto, native, torch"):
         create_attention_backend("flash", Context(1))

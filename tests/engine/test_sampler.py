@@ -1,4 +1,4 @@
-"""`Sampler`: greedy rows, filtered draws, seeds, unusable logits; each against an obvious reference."""
+"""`Sampler`: greedy rows, filtered draws, seeds, bad logits; each against an obvious reference."""
 
 from __future__ import annotations
 

@@ -91,7 +91,9 @@ def record(model: Any, pool: Any) -> Program:
 class Eager:
     """A recorder that computes at once what it is told."""
 
-    def __init__(self, pool: Any, ids: Any, positions: Any, out_loc: Any, requests: Any, wanted: Any):
+    def __init__(
+        self, pool: Any, ids: Any, positions: Any, out_loc: Any, requests: Any, wanted: Any
+    ):
         self.num_positions = MAX_LEN
         self._pool, self._ids, self._positions = pool, ids, positions
         self._out_loc, self._requests, self._wanted = out_loc, requests, wanted
@@ -113,7 +115,9 @@ class Eager:
 
     def linear(self, x: torch.Tensor, parts: list[Any], bias: Any = None) -> torch.Tensor:
         out = [
-            native.matmul_float(part, x) if isinstance(part, torch.Tensor) else native.matmul(part, x)
+            native.matmul_float(part, x)
+            if isinstance(part, torch.Tensor)
+            else native.matmul(part, x)
             for part in parts
         ]
         joined = torch.cat(out, -1)
@@ -132,7 +136,9 @@ class Eager:
             qkv, num_q, kv, self._out_loc, *tables, positions=self._positions,
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
-        return native_attention.attention(q, kv, self._requests, window=window).reshape(len(qkv), -1)
+        return native_attention.attention(q, kv, self._requests, window=window).reshape(
+            len(qkv), -1
+        )
 
     def wanted(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._wanted]
@@ -150,9 +156,9 @@ def prompts(count: int, lengths: list[int] | None = None) -> list[torch.Tensor]:
 def make_table(num_rows: int, page_size: int) -> torch.Tensor:
     """Rows of MAX_LEN locations on scattered pages, all different."""
     pages_per_row = -(-MAX_LEN // page_size)
-    pages = torch.randperm(
-        NUM_LOCATIONS // page_size, generator=torch.Generator().manual_seed(3)
-    )[: num_rows * pages_per_row].view(num_rows, -1, 1)
+    pages = torch.randperm(NUM_LOCATIONS // page_size, generator=torch.Generator().manual_seed(3))[
+        : num_rows * pages_per_row
+    ].view(num_rows, -1, 1)
     locations = (pages * page_size + torch.arange(page_size)).reshape(num_rows, -1)
     return locations[:, :MAX_LEN].to(torch.int32).contiguous()
 
@@ -202,7 +208,9 @@ def test_kv_may_be_stored_in_any_type(kv: torch.dtype) -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("weights", ["float32", "q4"])
-def test_a_prompt_gives_the_same_bits_in_any_batch(weights: str, threads: int, page_size: int) -> None:
+def test_a_prompt_gives_the_same_bits_in_any_batch(
+    weights: str, threads: int, page_size: int
+) -> None:
     native.set_num_threads(threads)
     model = make_model(weights)
     tokens = [prompt[:100] for prompt in prompts(32)]
@@ -318,7 +326,8 @@ def test_a_float32_weight_written_in_place_takes_effect() -> None:
         ({"wanted": [9]}, IndexError), ({"wanted": [-1]}, IndexError),
         ({"wanted": [3, 2]}, ValueError), ({"ids": [1] * 10}, ValueError),
         ({"positions": [1] * 8}, ValueError), ({"ids": [0.5] * 9}, TypeError),
-        ({"out": torch.empty(1, 259)}, ValueError), ({"out": torch.empty(1, 260).half()}, TypeError),
+        ({"out": torch.empty(1, 259)}, ValueError),
+        ({"out": torch.empty(1, 260).half()}, TypeError),
         ({"out": torch.empty(1, 520)[:, ::2]}, ValueError),
     ],
 )  # fmt: skip

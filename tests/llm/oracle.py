@@ -36,7 +36,7 @@ def hf_name(name: str) -> str:
     if name.startswith("blk."):
         _, layer, kind, _ = name.split(".")
         return f"model.layers.{layer}.{NAMES[kind]}.weight"
-    return {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}[name]
+    return {"token_embd.weight": "model.embed_tokens.weight"}.get(name, "model.norm.weight")
 
 
 def load_oracle(path: Path) -> Any:

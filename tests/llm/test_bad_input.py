@@ -1,4 +1,4 @@
-"""Bad input: one typed error that names the thing and the way out, before any work; the LLM lives on."""
+"""Bad input: one typed error that names the thing and the way out, before any work."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_a_parameter_without_a_meaning_is_named(checked: LLM, name: str, value: 
 
 
 SCALARS: list[Any] = [
-    None, True, 0, -1, 5, 300, 2**31, 2**70, -(2**70), 0.5, float("nan"), float("inf"), "", "a", b"a",
-    object(), np.int64(5), np.float32(0.5), torch.tensor(3), torch.tensor([1, 2]), np.arange(3),
+    None, True, 0, -1, 5, 300, 2**31, 2**70, -(2**70), 0.5, float("nan"), float("inf"), "", "a",
+    b"a", object(), np.int64(5), np.float32(0.5), torch.tensor(3), torch.tensor([1, 2]), np.arange(3),
     int, 1j, range(3), iter([1]), "\ud800",
 ]  # fmt: skip
 FIELDS = [
@@ -169,11 +169,11 @@ def odd_params(rnd: random.Random) -> SamplingParams:
 def test_nothing_that_is_passed_to_generate_gives_an_untyped_error(
     make_llm: MakeLLM, seed: int
 ) -> None:
-    llm = make_llm(max_seq_len_override=16)  # so that nothing can take long
+    llm = make_llm(max_seq_len_override=8)  # so that nothing can take long
     reference = llm.generate(*REFERENCE)
     rnd = random.Random(seed)
     num_refused = 0
-    for _ in range(150):
+    for _ in range(100):
         prompts = rnd.choice([odd_value(rnd), [[5]], [odd_value(rnd), [6]]])
         params = odd_params(rnd) if rnd.random() < 0.7 else [odd_params(rnd), odd_value(rnd)]
         params = odd_value(rnd, depth=1) if rnd.random() < 0.1 else params
@@ -186,7 +186,7 @@ def test_nothing_that_is_passed_to_generate_gives_an_untyped_error(
             assert all(result["finish_reason"] in ("length", "stop") for result in results)
         assert llm.is_idle and llm.table_manager.available_size == 16
         assert llm.cache_manager.num_owned_pages == 0
-    assert 50 < num_refused < 150
+    assert 30 < num_refused < 100
     assert llm.generate(*REFERENCE) == reference
 
 

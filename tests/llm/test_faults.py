@@ -1,4 +1,4 @@
-"""An LLM outlives what goes wrong inside a call: bad logits, failing steps, Ctrl-C, closed streams."""
+"""An LLM outlives what goes wrong in a call: bad logits, failing steps, Ctrl-C, closed streams."""
 
 from __future__ import annotations
 

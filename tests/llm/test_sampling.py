@@ -91,7 +91,7 @@ def test_a_bias_can_force_and_forbid_tokens(llm: LLM) -> None:
     assert tokens(llm, [[5, 6]], force) == [[66] * 5]
     plain = SamplingParams(max_tokens=5, ignore_eos=True)
     (first,) = tokens(llm, [[5, 6]], plain)
-    plain.logit_bias = {token: -100.0 for token in first}
+    plain.logit_bias = dict.fromkeys(first, -100.0)
     assert not set(tokens(llm, [[5, 6]], plain)[0]) & set(first)
 
 

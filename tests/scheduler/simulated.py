@@ -1,7 +1,7 @@
 """A scheduler driven by hand: its engine keeps token ids where a model would keep K and V.
 
-A forward writes each new token into its slot, reads every row back and notes where it does not spell
-the request's own tokens. The next token is a hash of what was read, unless the test has scripted it.
+A forward writes each new token into its slot, reads every row back and notes where it does not
+spell the request's own tokens. The next token is a hash of what was read, unless it is scripted.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SimEngine:
 
 
 class Sim:
-    """A scheduler with its engine and its IO. `turn` is one turn of the loop that `overlap` names."""
+    """A scheduler with its engine and its IO. `turn` is one turn of the loop `overlap` names."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""How requests end: aborts in every state, bad logits, failing steps, reset; everything comes back."""
+"""How requests end: aborts in every state, bad logits, failing steps, reset; all comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Attention backends. "auto" and "torch" always exist; others register themselves under their name.
+"""Attention backends: "torch" runs anywhere, "native" on a CPU where the extension is there, and
+"auto" takes the best of them; others register themselves under their name.
 
 May import layers 0 to 2.
 """
@@ -10,15 +11,17 @@ from collections.abc import Callable
 import torch
 
 from minisgl.core import Context
-from minisgl.utils import Registry
+from minisgl.utils import ConfigError, Registry
 
 from .base import BaseAttnBackend, BaseAttnMetadata
+from .native_backend import NativeAttnBackend, can_run
 from .torch_backend import TorchAttnBackend
 
 __all__ = [
     "ATTENTION_BACKENDS",
     "BaseAttnBackend",
     "BaseAttnMetadata",
+    "NativeAttnBackend",
     "TorchAttnBackend",
     "create_attention_backend",
 ]
@@ -33,9 +36,19 @@ def _create_torch(ctx: Context, device: torch.device) -> BaseAttnBackend:
     return TorchAttnBackend(ctx)
 
 
+@ATTENTION_BACKENDS.register("native")
+def _create_native(ctx: Context, device: torch.device) -> BaseAttnBackend:
+    if device.type != "cpu":
+        raise ConfigError(f'attention backend "native" runs on a CPU, not on {device}')
+    try:
+        return NativeAttnBackend(ctx)
+    except ImportError as error:
+        raise ConfigError(f'attention backend "native" is not in this build: {error}') from error
+
+
 @ATTENTION_BACKENDS.register("auto")
 def _create_best(ctx: Context, device: torch.device) -> BaseAttnBackend:
-    return TorchAttnBackend(ctx)
+    return NativeAttnBackend(ctx) if can_run(ctx, device) else TorchAttnBackend(ctx)
 
 
 def create_attention_backend(

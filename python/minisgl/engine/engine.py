@@ -14,14 +14,24 @@ from typing import NamedTuple
 import torch
 
 from minisgl.attention import create_attention_backend
-from minisgl.config import EngineConfig
+from minisgl.config import AUTO, EngineConfig
 from minisgl.core import Batch, Context, Req, SamplingParams, reset_global_ctx, set_global_ctx
 from minisgl.distributed import destroy_distributed, init_distributed, set_tp_info
 from minisgl.env import ENV
+from minisgl.kernel import native
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.layers import set_rope_device
-from minisgl.models import create_model, init_dummy_weights, load_model_config, load_model_weights
+from minisgl.models import (
+    Pack,
+    create_model,
+    init_dummy_weights,
+    load_model_config,
+    load_model_weights,
+    pack_floats,
+    pack_stored,
+)
 from minisgl.moe import create_moe_backend
+from minisgl.params import ConfigError
 from minisgl.utils import align_ceil, init_logger, resolve_dtype, torch_dtype
 from minisgl.utils.model_files import resolve_model
 
@@ -66,7 +76,7 @@ class Engine:
         self.model_path = resolve_model(config.model_path).path
         self.model_config = load_model_config(self.model_path)
         self.vocab_size = self.model_config.vocab_size
-        self.dtype = self._choose_dtype()
+        self.dtype, self.kv_dtype = self._choose_dtypes()
         self._load_model(progress)
         self._create_memory(free_before)
         self.sampler = Sampler(self.device, self.vocab_size, self._shared_seed())
@@ -77,14 +87,39 @@ class Engine:
         num_threads = self.config.num_threads or ENV.NUM_THREADS.value or count_threads()
         if self.device.type == "cpu" and torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
+        if self.device.type == "cpu" and native.available():
+            native.set_num_threads(num_threads)
         self.num_threads = num_threads
 
-    def _choose_dtype(self) -> torch.dtype:
-        """How weights and KV are stored: as asked, else the checkpoint's, float32 on a CPU."""
-        if self.device.type == "cpu":
-            return resolve_dtype(self.config.dtype, default=torch.float32)
-        checkpoint = resolve_dtype(self.model_config.dtype, default=torch.bfloat16)
-        return resolve_dtype(self.config.dtype, default=checkpoint)
+    def _choose_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """How float weights, and K and V, are stored: as asked, else the checkpoint's type.
+
+        On a CPU "auto" takes the checkpoint's type and float16 K and V where the native kernels can
+        read them, else float32.
+        """
+        asked, checkpoint = self.config.dtype, self.model_config.dtype
+        if self.device.type != "cpu":
+            dtype = resolve_dtype(asked, resolve_dtype(checkpoint, torch.bfloat16))
+            return dtype, dtype
+        if asked not in (None, AUTO):
+            return resolve_dtype(asked), resolve_dtype(asked)
+        if native.available():
+            return resolve_dtype(checkpoint, torch.float32), torch.float16
+        return torch.float32, torch.float32
+
+    def _choose_pack(self) -> Pack | None:
+        """What packs a matrix while it loads; a float32 model asked for by name stays floats."""
+        quant = self.config.quant
+        if quant == AUTO:
+            is_float32 = self.config.dtype not in (None, AUTO) and self.dtype is torch.float32
+            quant = "none" if is_float32 else "stored"
+        if quant == "none" or self.device.type != "cpu" or self.tp_info.size > 1:
+            return None
+        if not native.available():
+            if quant in ("q4", "q8"):
+                raise ConfigError(f"quant (--quant) {quant} needs the native kernels, not built here")
+            return None
+        return pack_stored if quant == "stored" else pack_floats(int(quant[1]))
 
     def _load_model(self, progress: Progress | None) -> None:
         with torch.device("meta"), torch_dtype(self.dtype):
@@ -98,6 +133,7 @@ class Engine:
                 device=self.device,
                 dtype=self.dtype,
                 progress=progress,
+                pack=self._choose_pack(),
             )
 
     def _create_memory(self, free_before: int) -> None:
@@ -108,7 +144,7 @@ class Engine:
             num_layers=model.num_layers,
             head_dim=model.head_dim,
             page_size=page_size,
-            dtype=self.dtype,
+            dtype=self.kv_dtype,
         )
         page_bytes = create_kvcache_pool(num_pages=1, device="meta", **pool_shape).page_bytes
         free_now = free_memory(self.device)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from minisgl.core import Batch, Context, Req
+from minisgl.kernel.native_attention import PagedBatch
 from minisgl.kernel.program import CannotRecord, Program, Recorder
 from minisgl.utils import init_logger
 
@@ -130,20 +131,21 @@ class GraphRunner:
         return self.buffer.logits[: batch.size]
 
     def forward(self, batch: Batch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits float32 `(wanted rows, vocab)` of a padded batch of any kind, in `out` if given."""
-        paged = getattr(batch.attn_metadata, "paged", None)
-        program = None if paged is None else self._find_program()
-        if program is None:
+        """Logits float32 `(wanted rows, vocab)` of any padded batch, in `out` if given."""
+        metadata = batch.attn_metadata
+        paged = getattr(metadata, "paged", None)
+        program = self._find_program() if isinstance(paged, PagedBatch) else None
+        if program is None or not isinstance(paged, PagedBatch):
             with self.ctx.forward_batch(batch):
                 logits = self.model.forward()
             return logits if out is None else out.copy_(logits)
-        wanted = batch.attn_metadata.wanted_indices
+        wanted = metadata.wanted_indices
         if wanted is None:
-            wanted = batch.attn_metadata.get_last_indices(batch.padded_size)
+            wanted = metadata.get_last_indices(batch.padded_size)
         return program.run(batch.input_ids, batch.positions, batch.out_loc, paged, wanted, out)
 
     def _find_program(self) -> Program | None:
-        """The model as a native program, recorded at the first forward, when weights are in place."""
+        """The model as a native program, recorded at the first forward: then weights are there."""
         if not self._is_recorded:
             self._is_recorded = True
             try:

@@ -88,9 +88,7 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(values float32, first indices int64) of the largest of each row; NaN where a row has one."""
     rows, width = _logits(logits).shape
     values, indices = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-    load().arg_max(
-        logits.data_ptr(), rows, width, width, values.data_ptr(), indices.data_ptr()
-    )
+    load().arg_max(logits.data_ptr(), rows, width, width, values.data_ptr(), indices.data_ptr())
     return values, indices
 
 
@@ -109,9 +107,7 @@ def softmax_stats(
     return stats[:, 0], stats[:, 1]
 
 
-def top_candidates(
-    logits: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def top_candidates(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The k largest of each row without sorting the rest: (values, indices int32, counts int32).
 
     Values fall; equal ones come by rising index. `count` of a row is below k only where the

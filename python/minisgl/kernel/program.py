@@ -1,6 +1,6 @@
 """A model's forward recorded once and replayed natively, without Python in its way.
 
-A `Recorder` is handed through the layers' `record` methods. Each call notes one step over virtual
+A `Recorder` is handed through the layers' `record` methods. Each call notes a step over virtual
 buffers (a row per token); `finish()` gives buffers that are never alive together the same memory and
 makes the native program. Weights are named by address, so the program keeps all of them alive; a
 float32 weight that is written in place takes effect, one that is replaced does not.
@@ -88,9 +88,7 @@ class Recorder:
         self._note("gate_mul", (x, out), lambda x, out: (kind, x, out))
         return out
 
-    def linear(
-        self, x: Buffer, parts: Sequence[Any], bias: torch.Tensor | None = None
-    ) -> Buffer:
+    def linear(self, x: Buffer, parts: Sequence[Any], bias: torch.Tensor | None = None) -> Buffer:
         """`x @ W^T + bias`, the rows of W being those of all `parts`."""
         matrices = [self._matrix(part) for part in parts]
         out = self._buffer(sum(matrix[3] for matrix in matrices))
@@ -146,9 +144,7 @@ class Recorder:
         self._note("select", (x, out), lambda x, out: (x, out))
         return out
 
-    def logits(
-        self, x: Buffer, parts: Sequence[Any], bias: torch.Tensor | None = None
-    ) -> None:
+    def logits(self, x: Buffer, parts: Sequence[Any], bias: torch.Tensor | None = None) -> None:
         """The end: the output head, into the caller's matrix."""
         matrices = [self._matrix(part) for part in parts]
         self._note("linear", (x,), lambda x: (x, matrices, LOGITS))
@@ -159,7 +155,9 @@ class Recorder:
     def finish(self) -> Program:
         """The program of everything that was noted."""
         native = load().Program(self._num_ids, self._num_locations, self.num_positions)
-        last_use = {buffer.index: i for i, step in enumerate(self._steps) for buffer in step.buffers}
+        last_use = {
+            buffer.index: i for i, step in enumerate(self._steps) for buffer in step.buffers
+        }
         numbers: dict[int, int] = {}
         free: dict[int, list[int]] = {}
         for i, step in enumerate(self._steps):
@@ -250,11 +248,11 @@ class Program:
         return self._native.num_steps
 
     def set_profile(self, is_on: bool) -> None:
-        """Whether runs note how long each kind of step takes."""
+        """Whether runs note how long each step takes."""
         self._native.set_profile(is_on)
 
     def take_profile(self) -> list[tuple[str, int, int]]:
-        """(kind of step, nanoseconds, bytes of weights read) since the last call."""
+        """(name, nanoseconds, bytes of weights read) of each step since the last call, in order."""
         return self._native.take_profile()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from minisgl.kernel.torch_ops import silu_and_mul
 
 from .attention import AttentionLayer
-from .base import BaseOP, OPList, Parameter, StateLessOP, native_parts
+from .base import BaseOP, OPList, Parameter, StateLessOP
 from .embedding import ParallelLMHead, VocabParallelEmbedding, vocab_range
 from .linear import (
     LinearColParallelMerged,

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from .blocks import CausalLM
 from .config import ModelConfig, RotaryConfig
-from .packing import pack_stored
+from .packing import pack_floats, pack_stored
 from .registry import create_model
 from .sources import close_sources, load_model_config, open_source
-from .weights import init_dummy_weights, load_model_weights, load_weight, shard_tensor
+from .weights import Pack, init_dummy_weights, load_model_weights, load_weight, shard_tensor
 
 __all__ = [
     "CausalLM",
     "ModelConfig",
+    "Pack",
     "RotaryConfig",
     "close_sources",
     "create_model",
@@ -23,6 +24,7 @@ __all__ = [
     "load_model_weights",
     "load_weight",
     "open_source",
+    "pack_floats",
     "pack_stored",
     "shard_tensor",
 ]

@@ -15,7 +15,8 @@ from minisgl.quant import StackedWeight, Weight
 from minisgl.quant.packed import GGUF_FORMATS, PackedWeight
 from minisgl.utils.gguf import TENSOR_TYPES
 
-from .sources import BlockTensor, SourceTensor
+from .sources import BlockTensor, FloatTensor, SourceTensor
+from .weights import Pack
 
 _TYPE_IDS = {name: type_id for type_id, (name, _, _) in TENSOR_TYPES.items()}
 
@@ -27,6 +28,25 @@ def pack_stored(name: str, parts: Sequence[SourceTensor]) -> Weight | None:
         return None
     packed = [_pack_rows(list(same)) for _, same in groupby(blocks, key=_type_id)]
     return packed[0] if len(packed) == 1 else StackedWeight(packed)
+
+
+def pack_floats(bits: int) -> Pack:
+    """A `pack` argument that also rounds float matrices to groups of `bits` (4 or 8) bits.
+
+    The embedding and the output head keep 8 bits; what is stored quantised stays as it is.
+    """
+
+    def pack(name: str, parts: Sequence[SourceTensor]) -> Weight | None:
+        if (packed := pack_stored(name, parts)) is not None:
+            return packed
+        if not all(isinstance(part, FloatTensor) for part in parts):
+            return None
+        is_vocabulary = name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        tensors = [part.tensor() for part in parts]
+        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return PackedWeight.from_float(whole, 8 if is_vocabulary else bits)
+
+    return pack
 
 
 def _type_id(part: BlockTensor) -> int:

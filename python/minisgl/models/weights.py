@@ -174,7 +174,9 @@ def load_model_weights(
             _check_rows(slot, shape)
             weight = pack(name, slot.ordered)
         if weight is None:
-            weight = _assemble(slot, shape, torch.device(device), dtype, model, tp_info)
+            is_vector_on_cpu = len(shape) == 1 and torch.device(device).type == "cpu"
+            stored_as = torch.float32 if is_vector_on_cpu else dtype  # norms and biases cost nothing
+            weight = _assemble(slot, shape, torch.device(device), stored_as, model, tp_info)
         setattr(owner, attribute, weight)
         done += sum(part.nbytes for part in slot.ordered)
         if progress is not None:

@@ -1,0 +1,94 @@
+"""Attention on the native CPU kernels: K and V are read where they lie, nothing is gathered.
+
+All batches are one call: decode, chunks and mixes differ in `query_start` only. The result of one
+query and head is the same to the bit alone and among others, whatever the chunks of the prompt, the
+page size, the number of threads or the instruction set (csrc/attention.h says how). `paged` of the
+metadata is what a native program needs to run attention itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl.core import Batch, Context
+from minisgl.kernel import native, native_attention
+from minisgl.kernel.native_attention import KVTensors, PagedBatch
+from minisgl.kvcache import BaseKVCachePool
+
+from .base import BaseAttnBackend, BaseAttnMetadata
+
+
+@dataclass(slots=True)
+class NativeAttnMetadata(BaseAttnMetadata):
+    """paged: lengths and a snapshot of the page-table rows, int32 arrays for the kernels."""
+
+    paged: PagedBatch
+    last_indices: torch.Tensor
+    wanted_indices: torch.Tensor | None = None
+
+    def get_last_indices(self, n: int) -> torch.Tensor:
+        return self.last_indices[:n]
+
+
+class NativeAttnBackend(BaseAttnBackend):
+    """`minisgl._native`'s paged attention; `ImportError` if this installation was built without."""
+
+    def __init__(self, ctx: Context) -> None:
+        native.load()
+        self._ctx = ctx
+        self._pool: BaseKVCachePool | None = None
+        self._layers: dict[int, KVTensors] = {}
+
+    def prepare_metadata(self, batch: Batch) -> None:
+        reqs = batch.padded_reqs
+        pool = self._ctx.kv_cache
+        paged = native_attention.snapshot(
+            self._ctx.page_table,
+            [req.table_idx for req in reqs],
+            [req.extend_len for req in reqs],
+            [req.device_len for req in reqs],
+            pool.k_cache(0).shape[:2].numel(),
+        )
+        last = torch.from_numpy(paged.query_start[1:]).to(torch.int64) - 1
+        batch.attn_metadata = NativeAttnMetadata(paged, last)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer_id: int,
+        batch: Batch,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        metadata = batch.attn_metadata
+        assert isinstance(metadata, NativeAttnMetadata), type(metadata)
+        kv = self._layer(layer_id)
+        native_attention.store_kv(kv, batch.out_loc, k.float(), v.float())
+        out = native_attention.attention(q.float(), kv, metadata.paged, window=window)
+        return out.to(q.dtype)
+
+    def _layer(self, layer_id: int) -> KVTensors:
+        """The pool's tensors of one layer, checked once."""
+        pool = self._ctx.kv_cache
+        if pool is not self._pool:
+            self._pool = pool
+            self._layers.clear()
+        kv = self._layers.get(layer_id)
+        if kv is None:
+            kv = KVTensors(pool.k_cache(layer_id), pool.v_cache(layer_id))
+            self._layers[layer_id] = kv
+        return kv
+
+
+def can_run(ctx: Context, device: torch.device) -> bool:
+    """Whether this machine, this build and this pool let the native backend run."""
+    if device.type != "cpu" or not native.available():
+        return False
+    pool = getattr(ctx, "kv_cache", None)
+    supported = native_attention.KV_KINDS.keys() - {torch.int8}
+    return hasattr(native.load(), "paged_attention") and (
+        pool is None or pool.k_cache(0).dtype in supported
+    )
