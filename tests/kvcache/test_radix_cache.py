@@ -1,4 +1,4 @@
-"""The radix cache, sentence by sentence of CONTRACT.md, "Prefix caches"."""
+"""The radix cache, promise by promise."""
 
 from __future__ import annotations
 

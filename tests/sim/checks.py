@@ -1,4 +1,4 @@
-"""The properties of RELIABILITY.md that can be read off a scheduler between two steps.
+"""The properties of the state machine that can be read off a scheduler between two steps.
 
 They are written apart from the scheduler's own `check_integrity`, which they also call.
 """

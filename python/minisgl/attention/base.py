@@ -38,6 +38,14 @@ class BaseAttnBackend(ABC):
     def prepare_metadata(self, batch: Batch) -> None:
         """Set `batch.attn_metadata`."""
 
+    def prepare_for_capture(self, batch: Batch) -> None:
+        """Give a batch of dummies the metadata in fixed memory that a captured graph will read."""
+        raise NotImplementedError(f"{type(self).__name__} does not support graphs")
+
+    def prepare_for_replay(self, batch: Batch) -> None:
+        """Copy a batch's metadata to where the captured graph of its size reads it."""
+        raise NotImplementedError(f"{type(self).__name__} does not support graphs")
+
     @abstractmethod
     def forward(
         self,

@@ -19,7 +19,7 @@ from minisgl.core import Batch, Context, Req, SamplingParams, reset_global_ctx, 
 from minisgl.distributed import destroy_distributed, init_distributed, set_tp_info
 from minisgl.env import ENV
 from minisgl.kernel import native
-from minisgl.kvcache import create_kvcache_pool
+from minisgl.kvcache import BaseKVCachePool, create_kvcache_pool
 from minisgl.layers import set_rope_device
 from minisgl.models import (
     Pack,
@@ -117,7 +117,9 @@ class Engine:
             return None
         if not native.available():
             if quant in ("q4", "q8"):
-                raise ConfigError(f"quant (--quant) {quant} needs the native kernels, not built here")
+                raise ConfigError(
+                    f"quant (--quant) {quant} needs the native kernels, not built here"
+                )
             return None
         return pack_stored if quant == "stored" else pack_floats(int(quant[1]))
 
@@ -139,19 +141,22 @@ class Engine:
     def _create_memory(self, free_before: int) -> None:
         config, model = self.config, self.model_config
         page_size = config.page_size
-        pool_shape = dict(
-            num_kv_heads=model.num_kv_heads,
-            num_layers=model.num_layers,
-            head_dim=model.head_dim,
-            page_size=page_size,
-            dtype=self.kv_dtype,
-        )
-        page_bytes = create_kvcache_pool(num_pages=1, device="meta", **pool_shape).page_bytes
+
+        def create_pool(num_pages: int, device: torch.device) -> BaseKVCachePool:
+            return create_kvcache_pool(
+                num_kv_heads=model.num_kv_heads,
+                num_layers=model.num_layers,
+                head_dim=model.head_dim,
+                num_pages=num_pages,
+                page_size=page_size,
+                dtype=self.kv_dtype,
+                device=device,
+            )
+
+        page_bytes = create_pool(1, torch.device("meta")).page_bytes
         free_now = free_memory(self.device)
         self.num_pages = choose_num_pages(config, self.device, page_bytes, free_before, free_now)
-        self.kv_cache = create_kvcache_pool(
-            num_pages=self.num_pages + 1, device=self.device, **pool_shape
-        )
+        self.kv_cache = create_pool(self.num_pages + 1, self.device)
         configured = config.max_seq_len_override or model.rotary_config.max_position
         self.max_seq_len = min(configured, self.num_pages * page_size)
         self.page_table = torch.zeros(

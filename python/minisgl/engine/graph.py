@@ -58,9 +58,12 @@ class GraphCaptureBuffer:
     @classmethod
     def create(cls, max_bs: int, vocab_size: int, device: torch.device) -> GraphCaptureBuffer:
         """Buffers for decode batches of up to `max_bs` requests."""
-        ints = [torch.zeros(max_bs, dtype=torch.int32, device=device) for _ in range(3)]
+
+        def ints() -> torch.Tensor:
+            return torch.zeros(max_bs, dtype=torch.int32, device=device)
+
         logits = torch.empty(max_bs, vocab_size, dtype=torch.float32, device=device)
-        return cls(*ints, logits)
+        return cls(ints(), ints(), ints(), logits)
 
     def copy_from(self, batch: Batch) -> None:
         """Take in the inputs of a padded batch."""
@@ -118,7 +121,7 @@ class GraphRunner:
         batch.padded_reqs = batch.reqs + [self.dummy_req] * (size - batch.size)
 
     def replay(self, batch: Batch) -> torch.Tensor:
-        """Logits float32 `(requests, vocab)` of a padded decode batch, valid until the next replay."""
+        """Logits float32 `(requests, vocab)` of a padded decode batch, until the next replay."""
         assert self.buffer is not None and self.can_replay(batch)
         size = batch.padded_size
         self.buffer.copy_from(batch)

@@ -14,7 +14,7 @@ MIN_TOKENS = 2
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes by purpose; `kv_bytes` is the most the pool can take, committed as it is used on a CPU."""
+    """Bytes by purpose; `kv_bytes` is the pool's limit, committed as used on a CPU."""
 
     weight_bytes: int
     kv_bytes: int

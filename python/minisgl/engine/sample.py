@@ -75,13 +75,13 @@ class Sampler:
         )
 
     def sample(self, logits: torch.Tensor, args: BatchSamplingArgs) -> torch.Tensor:
-        """Tokens int32 `(rows,)` for float32 logits `(rows, vocab)`; -1 where they are not finite."""
+        """Tokens int32 `(rows,)` for float32 logits `(rows, vocab)`; -1 for a row without use."""
         if args.processors:
             logits = logits.clone()
             for row, state in args.processors:
                 state.apply(logits[row])
         best, tokens = logits.max(dim=-1)
-        if args.temperatures is not None:
+        if args.temperatures is not None and args.top_k is not None:
             is_drawn = (args.temperatures > 0.0) & (args.top_k > 1)
             rows = is_drawn.nonzero().flatten()
             if len(rows):
@@ -138,7 +138,7 @@ def _mix64(x: int) -> int:
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Index `(rows,)` at which the running sum of `weights` `(rows, n)` passes `uniform` of it all."""
+    """Index `(rows,)` where the running sum of `weights` `(rows, n)` passes `uniform` of all."""
     sums = weights.double().cumsum(dim=-1)
     target = uniform.unsqueeze(1) * sums[:, -1:]
     index = torch.searchsorted(sums, target, right=True).flatten()

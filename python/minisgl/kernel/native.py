@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +28,7 @@ FORMATS = {"q4": 0, "q4m": 1, "q5": 2, "q5m": 3, "q6": 4, "q8": 5}
 @cache
 def load() -> ModuleType:
     """The extension module, set up once; `ImportError` if this installation was built without."""
-    from minisgl import _native  # type: ignore[attr-defined]
-
+    _native = import_module("minisgl._native")
     threads = ENV.NUM_THREADS.value or _num_usable_cpus()
     _native.set_num_threads(threads)
     forced = getattr(ENV, "ISA", None)

@@ -118,7 +118,7 @@ def snapshot(
     if page_table.dtype is not torch.int32 or page_table.device.type != "cpu":
         raise TypeError(f"the page table must be int32 on the CPU, not {page_table.dtype}")
     if page_table.dim() != 2 or (page_table.shape[1] > 1 and page_table.stride(1) != 1):
-        raise ValueError(f"the page table must be a matrix with contiguous rows")
+        raise ValueError("the page table must be a matrix with contiguous rows")
     indices = np.asarray(table_indices, dtype=np.int32)
     kv_len = np.asarray(kv_lens, dtype=np.int32)
     query_start = np.zeros(len(kv_len) + 1, dtype=np.int32)

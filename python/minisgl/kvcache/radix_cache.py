@@ -12,8 +12,8 @@ become evictable long after their last use (their lock went, or their last child
 comes up. So a use costs O(1), an eviction O(log n), and the tree is never walked. Nodes that were
 last used together lie on a path, which has one leaf, so the order of eviction is unique.
 
-May import `core` (the default page size) and `utils`. Invariants: I4 and I5 of RELIABILITY.md, as
-`check_integrity` states them, and every unlocked leaf waits in `_recent` or `_older`.
+May import `core` (the default page size) and `utils`. Invariants: what
+`check_integrity` states, and every unlocked leaf waits in `_recent` or `_older`.
 """
 
 from __future__ import annotations

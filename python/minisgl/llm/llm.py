@@ -1,7 +1,7 @@
 """`LLM`: a scheduler whose messages come from `generate` and whose replies go back to it.
 
-One generator, `stream`, feeds the streamed and the unstreamed answer. A call ends when the scheduler
-is idle and nothing is pending. Whatever happens inside a call, the object stays usable after it.
+One generator, `stream`, feeds the streamed and the unstreamed answer. A call ends when the
+scheduler is idle and nothing is pending. Whatever happens inside a call, the object stays usable after it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Prompts = Sequence[str] | Sequence[Sequence[int]]
 class LLM(Scheduler):
     """A model that answers in this process.
 
-    model_path: a Hugging Face folder, a GGUF file, a hub id, or "default". Further keyword arguments
-    are the fields of `SchedulerConfig`. progress: called with (bytes done, bytes in all) while
+    model_path: a Hugging Face folder, a GGUF file, a hub id, or "default". Further keyword
+    arguments are the fields of `SchedulerConfig`. progress: called with (bytes done, bytes in all) while
     weights load. Raises `ConfigError` or `ModelLoadError`.
     """
 
@@ -63,7 +63,7 @@ class LLM(Scheduler):
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[dict[str, Any]]:
-        """Answer every prompt, in order: `{"text", "token_ids", "finish_reason"}`, EOS not included.
+        """Answer every prompt, in order: `{"text", "token_ids", "finish_reason"}`, without EOS.
 
         prompts: texts, or lists of token ids. sampling_params: one for all, or one for each. Raises
         `InvalidRequestError` (a `ValueError`) before any work if one of them cannot run. An answer
@@ -136,7 +136,7 @@ class LLM(Scheduler):
             prompts = [prompts]
         if not isinstance(prompts, (list, tuple)):
             raise InvalidRequestError(
-                f"prompts must be a list of texts or of token id lists, got {type(prompts).__name__}",
+                f"prompts must be a list of texts or token id lists, not {type(prompts).__name__}",
                 "prompts",
             )
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
@@ -151,7 +151,7 @@ class LLM(Scheduler):
             )
         if len(params) != len(prompts):
             raise InvalidRequestError(
-                f"{len(prompts)} prompts but {len(params)} sampling_params: give one, or one for each",
+                f"{len(prompts)} prompts, {len(params)} sampling_params: give one, or one for each",
                 "sampling_params",
             )
         msgs = []

@@ -6,6 +6,8 @@ import math
 from collections.abc import Container, Mapping
 from typing import Any
 
+import numpy as np
+
 from minisgl.utils.errors import ModelLoadError, UnsupportedModelError
 
 MAX_SIZE = 1 << 24
@@ -69,7 +71,8 @@ def gguf_as_hf(
 
     def get(key: str) -> Any:
         value = metadata.get(f"{arch}.{key}")
-        return value.item() if hasattr(value, "item") and getattr(value, "size", 1) == 1 else value
+        is_scalar_array = isinstance(value, np.ndarray) and value.size == 1
+        return value.item() if is_scalar_array else value
 
     num_heads = get("attention.head_count")
     head_dim = get("attention.key_length") or _divide(get("embedding_length"), num_heads)

@@ -175,7 +175,9 @@ def load_model_weights(
             weight = pack(name, slot.ordered)
         if weight is None:
             is_vector_on_cpu = len(shape) == 1 and torch.device(device).type == "cpu"
-            stored_as = torch.float32 if is_vector_on_cpu else dtype  # norms and biases cost nothing
+            stored_as = (
+                torch.float32 if is_vector_on_cpu else dtype
+            )  # norms and biases cost nothing
             weight = _assemble(slot, shape, torch.device(device), stored_as, model, tp_info)
         setattr(owner, attribute, weight)
         done += sum(part.nbytes for part in slot.ordered)

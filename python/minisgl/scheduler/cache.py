@@ -1,7 +1,7 @@
 """The only code that moves a KV page between its three states: free, owned by a request, cached.
 
-Invariant, checked by `check_integrity` between any two steps: free pages, cached pages and the pages
-of live rows beyond their locked prefix are disjoint and together all pages. A location is a token's
+Invariant, checked by `check_integrity` between any two steps: free pages, cached pages and the
+pages of live rows beyond their locked prefix are disjoint and together all pages. A location is a token's
 slot; page `p` starts at location `p * page_size`.
 """
 
@@ -99,7 +99,7 @@ class CacheManager:
     def cache_req(self, req: Req, *, finished: bool, length: int | None = None) -> None:
         """Hand a request's KV to the prefix cache; at its end, give back all that is left.
 
-        length: how many of its tokens have valid KV; default `req.cached_len`. The ranges of its row:
+        length: how many of its tokens have valid KV; default `req.cached_len`. Ranges of its row:
         `[0, old)` shared and locked since it started; `[old, cached)` computed here, but meanwhile
         cached by another; `[cached, new)` newly cached; `[new, ...)` too short for a page.
         """
@@ -278,7 +278,7 @@ def _write_page_table(
     spans: Sequence[tuple[int, int, int]],
     page_size: int,
 ) -> None:
-    """Write all new locations with one indexed assignment; a span is (row, first page, end page)."""
+    """Write all new locations in one indexed assignment; a span: (row, first page, end page)."""
     table = np.array(spans, dtype=np.int64).reshape(-1, 3)
     lens = (table[:, 2] - table[:, 1]) * page_size
     rows = np.repeat(table[:, 0], lens)

@@ -205,7 +205,7 @@ class PrefillManager:
 
 
 def clamp_max_tokens(msg: UserMsg, max_seq_len: int) -> UserMsg:
-    """`msg` with `max_tokens` cut to what the context leaves; the caller's parameters stay as is."""
+    """`msg` with `max_tokens` cut to what the context leaves; the caller's object stays as is."""
     room = max_seq_len - len(msg.input_ids)
     if msg.sampling_params.max_tokens <= room:
         return msg

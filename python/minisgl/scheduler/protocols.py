@@ -30,9 +30,20 @@ class ForwardOutputProtocol(Protocol):
     host, valid after `copy_done_event`.
     """
 
-    next_tokens_gpu: torch.Tensor
-    next_tokens_cpu: torch.Tensor
-    copy_done_event: EventProtocol
+    @property
+    def next_tokens_gpu(self) -> torch.Tensor:
+        """On the engine's device."""
+        ...
+
+    @property
+    def next_tokens_cpu(self) -> torch.Tensor:
+        """On the host."""
+        ...
+
+    @property
+    def copy_done_event(self) -> EventProtocol:
+        """Ready when the host's copy is."""
+        ...
 
 
 class EngineProtocol(Protocol):
@@ -58,6 +69,10 @@ class EngineProtocol(Protocol):
 
     def sample(self, batch: Batch, logits: Any, args: Any) -> ForwardOutputProtocol:
         """Choose a token for each request of the batch."""
+        ...
+
+    def shutdown(self) -> None:
+        """Let go of everything."""
         ...
 
     def launch_order(self) -> AbstractContextManager[None]:

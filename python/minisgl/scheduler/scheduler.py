@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, Req
+from minisgl.core import Batch, FinishReason, InvalidRequestError, Req
 from minisgl.env import ENV
 from minisgl.message import (
     AbortBackendMsg,
@@ -24,7 +24,6 @@ from minisgl.message import (
     ExitMsg,
     UserMsg,
 )
-from minisgl.params import FinishReason, InvalidRequestError
 from minisgl.utils import OrderedSet, init_logger
 
 from .admission import AdmissionPolicy, conservative

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from minisgl.core import Batch, Req
-from minisgl.params import SamplingParams
+from minisgl.core import Batch, Req, SamplingParams
 
 if TYPE_CHECKING:
     from .prefill import ChunkedReq
@@ -60,7 +59,7 @@ def to_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor
 def make_positions(
     batch: Batch, device: torch.device
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Positions int32 `(tokens,)` of what the batch computes, and the index of the same in a table."""
+    """Positions int32 `(tokens,)` of what the batch computes, and their index in a table."""
     reqs = batch.padded_reqs
     lens = np.array([req.extend_len for req in reqs], dtype=np.int64)
     starts = np.array([req.cached_len for req in reqs], dtype=np.int64)

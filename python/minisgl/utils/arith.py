@@ -9,7 +9,7 @@ def div_ceil(a: int, b: int) -> int:
 
 
 def div_even(a: int, b: int, *, allow_replicate: bool = False) -> int:
-    """`a / b`, which must leave nothing over; with `allow_replicate`, 1 if `b` is a multiple of `a`."""
+    """`a / b`, which must be whole; with `allow_replicate`, 1 if `b` is a multiple of `a`."""
     if allow_replicate and a < b and b % a == 0:
         return 1
     if a % b:
