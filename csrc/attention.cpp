@@ -5,6 +5,9 @@
 // tasks; the one that finishes last merges them, in order.
 #include "attention.h"
 
+#include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -102,8 +105,9 @@ struct Planner {
     for (int64_t r = 0; r < batch.num_reqs; ++r) {
       if (queries(r) > 0) total += cost(queries(r), batch.kv_len[r]) * shape.num_kv_heads;
     }
-    const int threads = num_threads();
-    target = threads == 1 ? int64_t{1} << 60 : max64(kMinTaskCost, total / (threads * kTasksPerThread));
+    const int64_t threads = num_threads();
+    const int64_t share = max64(kMinTaskCost, total / (threads * kTasksPerThread));
+    target = threads == 1 ? int64_t{1} << 60 : share;
     plan->units.clear();
     plan->pending.clear();
     plan->max_rows = plan->partial_floats = 0;
@@ -163,7 +167,8 @@ struct Planner {
 int64_t take_slot(std::vector<uint8_t>& taken) {
   const int64_t count = static_cast<int64_t>(taken.size() / 64);
   for (int64_t i = 0;; i = (i + 1) % count) {
-    if (__atomic_exchange_n(&taken[static_cast<size_t>(i * 64)], 1, __ATOMIC_ACQUIRE) == 0) return i;
+    uint8_t* flag = &taken[static_cast<size_t>(i * 64)];
+    if (__atomic_exchange_n(flag, 1, __ATOMIC_ACQUIRE) == 0) return i;
   }
 }
 
@@ -243,6 +248,21 @@ void rope_and_store(const AttentionShape& shape, const KVStore& kv, const RopeSt
     }
     rope(shape, kv, part);
   });
+}
+
+double probe_float(int64_t steps, int repeats) {
+  using Clock = std::chrono::steady_clock;
+  const AttentionKernels& table = kernels();
+  const int64_t tasks = 16 * num_threads();
+  std::atomic<int64_t> sink{0};
+  double best = 0;
+  for (int i = 0; i < repeats; ++i) {
+    const auto start = Clock::now();
+    parallel_for(tasks, [&](int64_t) { sink += static_cast<int64_t>(table.probe(steps)); });
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    best = std::max(best, static_cast<double>(2 * table.probe_floats * steps * tasks) / seconds);
+  }
+  return best;
 }
 
 }  // namespace minisgl

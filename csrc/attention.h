@@ -8,7 +8,7 @@
 // the page size, the number of threads or the instruction set:
 //   a score is one chain of fused multiply-adds over the columns, from 0;
 //   blocks of 64 keys and splits of 256 lie at absolute positions, counted from position 0;
-//   inside a split the blocks follow each other (online softmax), the output is one chain over keys;
+//   inside a split blocks follow each other (online softmax), and the output is a chain over keys;
 //   the splits are merged in order, whether one thread or many computed them.
 // A query never touches a key that it does not see, not even with a weight of 0.
 #pragma once
@@ -87,5 +87,9 @@ struct RopeStore {
 };
 
 void rope_and_store(const AttentionShape& shape, const KVStore& kv, const RopeStore& work);
+
+// Float operations per second in registers (a multiply-add counts as two), with the instruction set
+// and the threads in force; the best of `repeats`.
+double probe_float(int64_t steps, int repeats);
 
 }  // namespace minisgl

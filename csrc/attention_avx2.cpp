@@ -59,7 +59,9 @@ struct Avx2 {
     const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
   }
-  static MINISGL_INLINE Vec load_int8(const int8_t* p) { return {widen_int8(p), widen_int8(p + 8)}; }
+  static MINISGL_INLINE Vec load_int8(const int8_t* p) {
+    return {widen_int8(p), widen_int8(p + 8)};
+  }
   static MINISGL_INLINE void store_float16(uint16_t* p, Vec a) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.low, kNearest));
@@ -93,21 +95,21 @@ struct Avx2 {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
 
-  // Columns d..d+3 of 16 rows: out[i * stride + r] = rows[r][d + i].
-  static MINISGL_INLINE void transpose4(const float* const* rows, int64_t d, float* out,
-                                        int64_t stride) {
-    for (int half = 0; half < 2; ++half, rows += 8, out += 8) {
+  // Four columns of 16 rows: out[i * out_stride + r] = rows[r * stride + i].
+  static MINISGL_INLINE void transpose4(const float* rows, int64_t stride, float* out,
+                                        int64_t out_stride) {
+    for (int half = 0; half < 2; ++half, rows += 8 * stride, out += 8) {
       __m256 y[4];
       for (int r = 0; r < 4; ++r) {
-        y[r] = _mm256_castps128_ps256(_mm_loadu_ps(rows[r] + d));
-        y[r] = _mm256_insertf128_ps(y[r], _mm_loadu_ps(rows[4 + r] + d), 1);
+        y[r] = _mm256_castps128_ps256(_mm_loadu_ps(rows + r * stride));
+        y[r] = _mm256_insertf128_ps(y[r], _mm_loadu_ps(rows + (4 + r) * stride), 1);
       }
       const __m256 a = _mm256_unpacklo_ps(y[0], y[1]), b = _mm256_unpackhi_ps(y[0], y[1]);
       const __m256 c = _mm256_unpacklo_ps(y[2], y[3]), e = _mm256_unpackhi_ps(y[2], y[3]);
       _mm256_storeu_ps(out, _mm256_shuffle_ps(a, c, 0x44));
-      _mm256_storeu_ps(out + stride, _mm256_shuffle_ps(a, c, 0xee));
-      _mm256_storeu_ps(out + 2 * stride, _mm256_shuffle_ps(b, e, 0x44));
-      _mm256_storeu_ps(out + 3 * stride, _mm256_shuffle_ps(b, e, 0xee));
+      _mm256_storeu_ps(out + out_stride, _mm256_shuffle_ps(a, c, 0xee));
+      _mm256_storeu_ps(out + 2 * out_stride, _mm256_shuffle_ps(b, e, 0x44));
+      _mm256_storeu_ps(out + 3 * out_stride, _mm256_shuffle_ps(b, e, 0xee));
     }
   }
 };

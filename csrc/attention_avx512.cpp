@@ -63,22 +63,22 @@ struct Avx512 {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
 
-  // Columns d..d+3 of 16 rows: out[i * stride + r] = rows[r][d + i].
-  static MINISGL_INLINE void transpose4(const float* const* rows, int64_t d, float* out,
-                                        int64_t stride) {
+  // Four columns of 16 rows: out[i * out_stride + r] = rows[r * stride + i].
+  static MINISGL_INLINE void transpose4(const float* rows, int64_t stride, float* out,
+                                        int64_t out_stride) {
     __m512 z[4];
     for (int r = 0; r < 4; ++r) {
-      z[r] = _mm512_castps128_ps512(_mm_loadu_ps(rows[r] + d));
-      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows[4 + r] + d), 1);
-      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows[8 + r] + d), 2);
-      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows[12 + r] + d), 3);
+      z[r] = _mm512_castps128_ps512(_mm_loadu_ps(rows + r * stride));
+      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows + (4 + r) * stride), 1);
+      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows + (8 + r) * stride), 2);
+      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows + (12 + r) * stride), 3);
     }
     const __m512 a = _mm512_unpacklo_ps(z[0], z[1]), b = _mm512_unpackhi_ps(z[0], z[1]);
     const __m512 c = _mm512_unpacklo_ps(z[2], z[3]), e = _mm512_unpackhi_ps(z[2], z[3]);
     _mm512_storeu_ps(out, _mm512_shuffle_ps(a, c, 0x44));
-    _mm512_storeu_ps(out + stride, _mm512_shuffle_ps(a, c, 0xee));
-    _mm512_storeu_ps(out + 2 * stride, _mm512_shuffle_ps(b, e, 0x44));
-    _mm512_storeu_ps(out + 3 * stride, _mm512_shuffle_ps(b, e, 0xee));
+    _mm512_storeu_ps(out + out_stride, _mm512_shuffle_ps(a, c, 0xee));
+    _mm512_storeu_ps(out + 2 * out_stride, _mm512_shuffle_ps(b, e, 0x44));
+    _mm512_storeu_ps(out + 3 * out_stride, _mm512_shuffle_ps(b, e, 0xee));
   }
 };
 

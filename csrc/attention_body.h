@@ -28,7 +28,7 @@ struct KeyBlock {
 
 // Working memory of a task, cut from AttentionTask::scratch.
 struct Scratch {
-  float *keys, *values, *loose, *zeros, *scores, *k_scale, *v_scale;
+  float *keys, *values, *loose, *scores, *k_scale, *v_scale;
   float *split_out, *total_out, *split_max, *split_sum, *total_max, *total_sum;
   int64_t pad;
 
@@ -44,7 +44,6 @@ struct Scratch {
     keys = take(pad * kKeyBlock);
     values = take(pad * kKeyBlock);
     loose = take(pad * kVecLanes);
-    zeros = take(pad);
     scores = take(kMaxRows * kKeyBlock);
     k_scale = take(kKeyBlock);
     v_scale = take(kKeyBlock);
@@ -54,7 +53,6 @@ struct Scratch {
     split_sum = take(rows);
     total_max = take(rows);
     total_sum = take(rows);
-    std::memset(zeros, 0, static_cast<size_t>(pad) * sizeof(float));
   }
 };
 
@@ -87,20 +85,17 @@ inline float larger(float a, float b) { return a > b ? a : b; }
 template <class V, KvKind kKind>
 MINISGL_INLINE void turn_keys(const typename Element<kKind>::Type* const* rows, int64_t dim,
                               const Scratch& s, int64_t g) {
-  const float* source[kVecLanes];
-  constexpr bool kDirect = kKind == KvKind::kFloat32;
   for (int64_t i = 0; i < kVecLanes; ++i) {
-    if (rows[i] == nullptr) {
-      source[i] = s.zeros;
-    } else if (kDirect && dim % 4 == 0) {
-      source[i] = reinterpret_cast<const float*>(rows[i]);
+    float* loose = s.loose + i * s.pad;
+    if (rows[i] != nullptr) {
+      widen_row<V, kKind>(rows[i], dim, loose);
     } else {
-      widen_row<V, kKind>(rows[i], dim, s.loose + i * s.pad);
-      source[i] = s.loose + i * s.pad;
+      std::memset(loose, 0, static_cast<size_t>(s.pad) * sizeof(float));
     }
   }
-  for (int64_t d = 0; d < dim; d += 4) {
-    V::transpose4(source, d, s.keys + d * kKeyBlock + g * kVecLanes, kKeyBlock);
+  float* keys = s.keys + g * kVecLanes;
+  for (int64_t d = 0; d < dim; d += 4, keys += 4 * kKeyBlock) {
+    V::transpose4(s.loose + d, s.pad, keys, kKeyBlock);
   }
 }
 
@@ -239,8 +234,9 @@ MINISGL_INLINE void softmax_row(const Scratch& s, float* scores, int64_t row, in
     }
     V::store(scores + g * kVecLanes, weight);
   }
-  const float factor = exp2_one<V>(before - now);
   s.split_max[row] = now;
+  // A factor of 1 is left out: it changes no bit.
+  const float factor = now == before ? 1.0f : exp2_one<V>(before - now);
   s.split_sum[row] = __builtin_fmaf(s.split_sum[row], factor, V::sum(sum));
   if (factor == 1.0f) return;
   float* out = s.split_out + row * s.pad;

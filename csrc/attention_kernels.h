@@ -12,15 +12,17 @@ namespace minisgl {
 #define MINISGL_INLINE inline __attribute__((always_inline))
 
 constexpr int64_t kVecLanes = 16;    // all kernels think in vectors of 16 floats
-constexpr int64_t kMaxRows = 8;      // rows (a query token and a head) that a micro-kernel takes at once
+constexpr int64_t kMaxRows = 8;   // a micro-kernel takes at most so many rows at once
 constexpr int64_t kMaxTileRows = 192;
 
-MINISGL_INLINE int64_t padded_dim(int64_t dim) { return (dim + kVecLanes - 1) / kVecLanes * kVecLanes; }
+MINISGL_INLINE int64_t padded_dim(int64_t dim) {
+  return (dim + kVecLanes - 1) / kVecLanes * kVecLanes;
+}
 
-// Elements of a task's working memory: keys turned on their side, values, scores, four loose rows,
-// and output and state of the current split and of all splits so far, for each row.
+// Elements of a task's working memory: keys turned on their side, values, 16 loose keys,
+// scores, and output and state of the current split and of all splits so far, for each row.
 MINISGL_INLINE int64_t scratch_floats(int64_t dim, int64_t rows) {
-  return padded_dim(dim) * (2 * kKeyBlock + kVecLanes + 1 + 2 * rows) +
+  return padded_dim(dim) * (2 * kKeyBlock + kVecLanes + 2 * rows) +
          kKeyBlock * (kMaxRows + 2) + 4 * rows + 64;
 }
 
@@ -62,6 +64,9 @@ struct AttentionKernels {
                              int64_t k_stride, const float* v, int64_t v_stride,
                              const int32_t* out_loc, int64_t tokens);
   void (*rope[kNumKvKinds])(const AttentionShape& shape, const KVStore& kv, const RopeStore& work);
+  // The ceiling: `steps` fused multiply-adds on each of `probe_floats` in registers.
+  float (*probe)(int64_t steps);
+  int64_t probe_floats;
 };
 
 const AttentionKernels& attention_kernels_portable();

@@ -99,16 +99,17 @@ struct Neon {
     return even > odd ? even : odd;
   }
 
-  // Columns d..d+3 of 16 rows: out[i * stride + r] = rows[r][d + i].
-  static MINISGL_INLINE void transpose4(const float* const* rows, int64_t d, float* out,
-                                        int64_t stride) {
-    for (int g = 0; g < 4; ++g, rows += 4, out += 4) {
-      const float32x4x2_t ab = vtrnq_f32(vld1q_f32(rows[0] + d), vld1q_f32(rows[1] + d));
-      const float32x4x2_t ce = vtrnq_f32(vld1q_f32(rows[2] + d), vld1q_f32(rows[3] + d));
+  // Four columns of 16 rows: out[i * out_stride + r] = rows[r * stride + i].
+  static MINISGL_INLINE void transpose4(const float* rows, int64_t stride, float* out,
+                                        int64_t out_stride) {
+    for (int g = 0; g < 4; ++g, rows += 4 * stride, out += 4) {
+      const float32x4x2_t ab = vtrnq_f32(vld1q_f32(rows), vld1q_f32(rows + stride));
+      const float32x4x2_t ce =
+          vtrnq_f32(vld1q_f32(rows + 2 * stride), vld1q_f32(rows + 3 * stride));
       for (int i = 0; i < 2; ++i) {
         const float32x4_t x = ab.val[i], y = ce.val[i];
-        vst1q_f32(out + i * stride, vcombine_f32(vget_low_f32(x), vget_low_f32(y)));
-        vst1q_f32(out + (i + 2) * stride, vcombine_f32(vget_high_f32(x), vget_high_f32(y)));
+        vst1q_f32(out + i * out_stride, vcombine_f32(vget_low_f32(x), vget_low_f32(y)));
+        vst1q_f32(out + (i + 2) * out_stride, vcombine_f32(vget_high_f32(x), vget_high_f32(y)));
       }
     }
   }

@@ -92,10 +92,10 @@ struct Portable {
     return a.lane[0];
   }
 
-  // Columns d..d+3 of 16 rows: out[i * stride + r] = rows[r][d + i].
-  static void transpose4(const float* const* rows, int64_t d, float* out, int64_t stride) {
+  // Four columns of 16 rows: out[i * out_stride + r] = rows[r * stride + i].
+  static void transpose4(const float* rows, int64_t stride, float* out, int64_t out_stride) {
     for (int r = 0; r < kVecLanes; ++r) {
-      for (int i = 0; i < 4; ++i) out[i * stride + r] = rows[r][d + i];
+      for (int i = 0; i < 4; ++i) out[i * out_stride + r] = rows[r * stride + i];
     }
   }
 };

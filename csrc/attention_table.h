@@ -16,6 +16,22 @@ void fill_kind(AttentionKernels* kernels) {
 }
 
 template <class V>
+float probe_fma(int64_t steps) {
+  constexpr int kCount = V::kRows * V::kVecs;  // as many as the micro-kernels keep
+  typename V::Vec sum[kCount];
+#pragma GCC unroll 32
+  for (int i = 0; i < kCount; ++i) sum[i] = V::broadcast(static_cast<float>(steps + i));
+  const auto factor = V::broadcast(0.5f), add = V::broadcast(1.0f);
+  for (int64_t s = 0; s < steps; ++s) {
+#pragma GCC unroll 32
+    for (auto& x : sum) x = V::fma(x, factor, add);
+  }
+#pragma GCC unroll 32
+  for (int i = 1; i < kCount; ++i) sum[0] = V::add(sum[0], sum[i]);
+  return V::sum(sum[0]);
+}
+
+template <class V>
 const AttentionKernels& attention_table() {
   static const AttentionKernels kernels = [] {
     AttentionKernels k{};
@@ -24,6 +40,8 @@ const AttentionKernels& attention_table() {
     fill_kind<V, KvKind::kFloat16>(&k);
     fill_kind<V, KvKind::kInt8>(&k);
     k.merge = merge_partials<V>;
+    k.probe = probe_fma<V>;
+    k.probe_floats = V::kRows * V::kVecs * kVecLanes;
     return k;
   }();
   return kernels;

@@ -52,7 +52,9 @@ void write_rows(const AttentionTask& task, const Scratch& s) {
     const auto inverse = V::broadcast(1.0f / s.total_sum[row]);
     float* out = task.out + row / group * task.out_stride + row % group * dim;
     int64_t c = 0;
-    for (; c + kVecLanes <= dim; c += kVecLanes) V::store(out + c, V::mul(V::load(total + c), inverse));
+    for (; c + kVecLanes <= dim; c += kVecLanes) {
+      V::store(out + c, V::mul(V::load(total + c), inverse));
+    }
     if (c == dim) continue;
     V::store(total + c, V::mul(V::load(total + c), inverse));
     std::memcpy(out + c, total + c, static_cast<size_t>(dim - c) * sizeof(float));

@@ -159,6 +159,10 @@ void bind_attention(nb::module_& m) {
   m.def("paged_attention", &attention);
   m.def("store_kv", &store);
   m.def("rope_and_store", &rope);
+  m.def("probe_float", [](int64_t steps, int repeats) {
+    nb::gil_scoped_release release;
+    return probe_float(steps, repeats);
+  });
 }
 
 }  // namespace minisgl

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from minisgl.core import Context
-from minisgl.utils import ConfigError, Registry
+from minisgl.utils import Registry
+from minisgl.utils.errors import ConfigError
 
 from .base import BaseAttnBackend, BaseAttnMetadata
 from .native_backend import NativeAttnBackend, can_run

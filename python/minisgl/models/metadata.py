@@ -71,8 +71,7 @@ def gguf_as_hf(
 
     def get(key: str) -> Any:
         value = metadata.get(f"{arch}.{key}")
-        is_scalar_array = isinstance(value, np.ndarray) and value.size == 1
-        return value.item() if is_scalar_array else value
+        return value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
 
     num_heads = get("attention.head_count")
     head_dim = get("attention.key_length") or _divide(get("embedding_length"), num_heads)

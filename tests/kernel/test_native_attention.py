@@ -1,0 +1,326 @@
+"""Native paged attention, storing and rotation: against attention written out in float64 and the
+torch twins, and equal to the bit whatever surrounds a query."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.kernel import native, torch_ops
+from minisgl.kernel import native_attention as na
+
+if not native.available():
+    pytest.skip("the native extension is not built", allow_module_level=True)
+if not hasattr(native.load(), "paged_attention"):
+    pytest.skip("this build of the extension has no attention", allow_module_level=True)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8]
+# (query heads, KV heads, head_dim, window)
+SHAPES = [(9, 3, 64, None), (4, 4, 40, 33), (8, 2, 128, 100), (6, 1, 20, 7), (3, 3, 7, None)]
+# (query tokens, KV length) of each request: decode, whole prompts, chunks, nothing to do
+MIXED = [(1, 1), (5, 300), (70, 70), (1, 700), (0, 3), (33, 520), (1, 256), (2, 257)]
+
+
+@pytest.fixture(params=native.available_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before, threads = native.isa(), native.num_threads()
+    native.set_isa(request.param)
+    yield request.param
+    native.set_isa(before)
+    native.set_num_threads(threads)
+
+
+class Paged:
+    """K and V of requests, kept as numbers and in a paged pool that is NaN everywhere else."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        heads: int,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        page_size: int = 1,
+        seed: int = 0,
+    ) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self.lengths = lengths
+        pages = [-(-n // page_size) for n in lengths]
+        order = torch.randperm(sum(pages) + 3, generator=random)
+        shape = (len(order), page_size, heads, dim)
+        width = max(pages) * page_size
+        # Past the end of a request, the table points nowhere: those entries must not be read.
+        self.table = torch.full((len(lengths), width), -1, dtype=torch.int32)
+        scales: list[torch.Tensor | None] = [None, None]
+        if dtype is torch.int8:
+            caches = [torch.full(shape, 77, dtype=dtype) for _ in range(2)]
+            nan = float("nan")
+            scales = [torch.full((len(order) * page_size, heads), nan) for _ in range(2)]
+        else:
+            caches = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]
+        self.kv = na.KVTensors(caches[0], caches[1], *scales)
+        self.k, self.v = [], []
+        for row, (length, count) in enumerate(zip(lengths, pages, strict=True)):
+            mine, order = order[:count], order[count:]
+            where = (mine.unsqueeze(1) * page_size + torch.arange(page_size)).flatten()[:length]
+            self.table[row, :length] = where.int()
+            # Each request has numbers of its own, whatever the others and the pages are.
+            own = torch.Generator().manual_seed(1000 * seed + length)
+            k = torch.randn(length, heads, dim, generator=own) * 2
+            v = torch.randn(length, heads, dim, generator=own)
+            na.store_kv(self.kv, where, k, v)
+            self.k.append(self._read(self.kv.k, self.kv.k_scale, where))
+            self.v.append(self._read(self.kv.v, self.kv.v_scale, where))
+
+    @staticmethod
+    def _read(cache: torch.Tensor, scale: torch.Tensor | None, where: torch.Tensor) -> torch.Tensor:
+        values = cache.flatten(0, 1)[where].double()
+        return values if scale is None else values * scale[where].double().unsqueeze(2)
+
+    def batch(self, rows: list[int], query_lens: list[int], kv_lens: list[int]) -> na.PagedBatch:
+        return na.snapshot(self.table, rows, query_lens, kv_lens, self.kv.num_locations)
+
+    def expected(self, row: int, q: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+        """Attention of the last len(q) positions of the first `length` tokens, float64."""
+        group = q.shape[1] // self.k[row].shape[1]
+        k = self.k[row][:length].repeat_interleave(group, 1)
+        v = self.v[row][:length].repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[2] ** -0.5
+        at = torch.arange(length - len(q), length).unsqueeze(1)
+        hidden = torch.arange(length) > at
+        if window is not None:
+            hidden |= torch.arange(length) <= at - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_attention_written_out(
+    isa: str, shape: tuple[int, int, int, int | None], dtype: torch.dtype
+) -> None:
+    heads, kv_heads, dim, window = shape
+    paged = Paged([n for _, n in MIXED], kv_heads, dim, dtype, page_size=4)
+    counts = [count for count, _ in MIXED]
+    q = torch.randn(sum(counts), heads, dim, generator=torch.Generator().manual_seed(1))
+    batch = paged.batch(list(range(len(MIXED))), counts, paged.lengths)
+    got = na.attention(q, paged.kv, batch, window=window)
+    wanted = [
+        paged.expected(row, part, paged.lengths[row], window)
+        for row, part in enumerate(q.split(counts))
+    ]
+    assert (got - torch.cat(wanted)).abs().max().item() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 1, 64, 150])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bits_alone_in_chunks_and_in_pages_of_any_size(
+    isa: str, dtype: torch.dtype, window: int | None
+) -> None:
+    length, heads, dim = 311, 6, 48
+    q = torch.randn(length, heads, dim, generator=torch.Generator().manual_seed(2))
+    reference: torch.Tensor | None = None
+    for page_size in (1, 4, 16):
+        paged = Paged([900, length, 5], 2, dim, dtype, page_size)
+        whole = na.attention(q, paged.kv, paged.batch([1], [length], [length]), window=window)
+        reference = whole if reference is None else reference
+        assert torch.equal(whole, reference)
+        for step in (1, 7) if page_size == 4 else (100,):
+            if isa == "portable" and step == 1:
+                continue  # slow, and the other sets are compared with this one below
+            cuts = [*range(0, length, step), length]
+            for low, high in pairwise(cuts):
+                # Neighbours in the same call: a decode before, a chunk after.
+                batch = paged.batch([0, 1, 2], [1, high - low, 3], [900, high, 5])
+                neighbours = torch.cat([q[:1], q[low:high], q[:3]])
+                got = na.attention(neighbours, paged.kv, batch, window=window)
+                assert torch.equal(got[1:-3], whole[low:high])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_same_bits_with_every_instruction_set_and_number_of_threads(
+    isa: str, shape: tuple[int, int, int, int | None], dtype: torch.dtype
+) -> None:
+    heads, kv_heads, dim, window = shape
+    sizes = [(1, 2100), *MIXED]
+    counts = [count for count, _ in sizes]
+    q = torch.randn(sum(counts), heads, dim, generator=torch.Generator().manual_seed(3))
+    results = []
+    for name, threads in (("portable", 1), (isa, 1), (isa, 2), (isa, 5)):
+        native.set_isa(name)
+        native.set_num_threads(threads)
+        paged = Paged([n for _, n in sizes], kv_heads, dim, dtype)
+        batch = paged.batch(list(range(len(sizes))), counts, paged.lengths)
+        out = na.attention(q, paged.kv, batch, window=window)
+        results.append((out, paged.kv.k.nan_to_num(), paged.kv.v.nan_to_num()))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+    assert not results[0][0].isnan().any()
+
+
+def test_a_long_context_of_one_request_is_shared_out_and_merged(isa: str) -> None:
+    if isa == "portable":
+        pytest.skip("slow; compared with the others elsewhere")
+    paged = Paged([9000], 3, 64, torch.float16)
+    q = torch.randn(20, 9, 64, generator=torch.Generator().manual_seed(4))
+    for count in (1, 20):
+        batch = paged.batch([0], [count], [9000])
+        outs = []
+        for threads in (1, 2, 3):
+            native.set_num_threads(threads)
+            outs.append(na.attention(q[:count], paged.kv, batch))
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        expected = paged.expected(0, q[:count], 9000, None)
+        assert (outs[0] - expected).abs().max().item() < 1e-5
+
+
+def test_a_nan_in_a_later_token_spoils_no_earlier_one(isa: str) -> None:
+    paged = Paged([200], 2, 64)
+    q = torch.randn(200, 4, 64, generator=torch.Generator().manual_seed(5))
+    batch = paged.batch([0], [200], [200])
+    clean = na.attention(q, paged.kv, batch)
+    paged.kv.v.flatten(0, 1)[paged.table[0, 150].item()] = float("nan")
+    spoilt = na.attention(q, paged.kv, batch)
+    assert torch.equal(spoilt[:150], clean[:150]) and spoilt[150:].isnan().all()
+
+
+def test_extreme_scores_stay_finite_and_right(isa: str) -> None:
+    paged = Paged([130], 1, 16)
+    q = torch.randn(130, 1, 16, generator=torch.Generator().manual_seed(6)) * 1000
+    got = na.attention(q, paged.kv, paged.batch([0], [130], [130]))
+    # One rounding of a score of thousands moves a weight by about 1e-3.
+    assert (got - paged.expected(0, q, 130, None)).abs().max().item() < 1e-2
+
+
+def test_storing_equals_the_torch_twin(isa: str) -> None:
+    random = torch.Generator().manual_seed(7)
+    k, v = (torch.randn(50, 3, 20, generator=random) * 300 for _ in range(2))
+    k[0, 0, :6] = torch.tensor([0.0, -0.0, 1e-8, 6e-5, 70000.0, float("inf")])
+    where = torch.randperm(64, generator=random)[:50]
+    for dtype in DTYPES[:3]:
+        ours, twin = (tuple(torch.zeros(64, 1, 3, 20, dtype=dtype) for _ in range(2)) for _ in "ab")
+        na.store_kv(na.KVTensors(*ours), where, k, v)
+        torch_ops.store_cache(*twin, where, k, v)
+        for a, b in zip(ours, twin, strict=True):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), dtype
+
+
+def test_int8_rounds_to_the_nearest_code_and_shows_a_nan(isa: str) -> None:
+    x = torch.randn(4, 2, 33, generator=torch.Generator().manual_seed(8))
+    x[2, 1] = 0.0
+    x[3, 0, 5] = float("nan")
+    caches = [torch.zeros(4, 1, 2, 33, dtype=torch.int8) for _ in range(2)]
+    scales = [torch.ones(4, 2) for _ in range(2)]
+    na.store_kv(na.KVTensors(*caches, *scales), torch.arange(4), x, x)
+    good = torch.ones(4, 2, dtype=torch.bool)
+    good[3, 0] = False
+    back = caches[0].view(4, 2, 33).float() * scales[0].unsqueeze(2)
+    assert ((back - x).abs() <= scales[0].unsqueeze(2) * 0.5001)[good].all()
+    assert torch.equal(scales[0].isnan(), ~good) and not caches[0][3, 0, 0].any()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("half", [32, 8])
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_rotation_equals_the_torch_twins(
+    isa: str, dtype: torch.dtype, half: int, norm: bool
+) -> None:
+    random = torch.Generator().manual_seed(9)
+    tokens, num_q, num_kv, dim = 37, 6, 2, 64
+    whole = torch.randn(tokens, (num_q + 2 * num_kv) * dim, generator=random)
+    cos, sin = (torch.randn(100, half, generator=random) for _ in range(2))
+    positions = torch.randint(100, (tokens,), generator=random)
+    where = torch.randperm(64, generator=random)[:tokens]
+    weights = [torch.randn(dim, generator=random) for _ in range(2)] if norm else [None, None]
+
+    qkv = whole.clone()
+    heads = qkv.view(tokens, -1, dim)
+    q, k, v = heads.split((num_q, num_kv, num_kv), 1)
+    for x, weight in zip((q, k), weights, strict=True):
+        if weight is not None:
+            x.copy_(torch_ops.rmsnorm(x, weight, 1e-5))
+    angles = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    torch_ops.rotate_(heads[:, : num_q + num_kv], *angles)
+
+    for table in ((cos, sin, positions), (cos[positions], sin[positions], None)):
+        ours = whole.clone()
+        kv = na.KVTensors(*(torch.zeros(64, 1, num_kv, dim, dtype=dtype) for _ in range(2)))
+        got = na.rope_and_store(
+            ours, num_q, kv, where, table[0], table[1], positions=table[2],
+            q_norm=weights[0], k_norm=weights[1], eps=1e-5,
+        )  # fmt: skip
+        assert torch.allclose(got, q, rtol=1e-6, atol=1e-5)
+        assert torch.equal(ours[:, num_q * dim :], whole[:, num_q * dim :])
+        tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        stored = kv.k.flatten(0, 1)[where].float()
+        assert torch.allclose(stored, k, rtol=tolerance, atol=1e-5)
+        assert torch.equal(kv.v.flatten(0, 1)[where], v.to(dtype))
+
+
+def test_rotation_gives_the_same_bits_with_every_instruction_set(isa: str) -> None:
+    random = torch.Generator().manual_seed(10)
+    whole = torch.randn(20, 10 * 24, generator=random)
+    cos, sin = (torch.randn(20, 12, generator=random) for _ in range(2))
+    weight = torch.randn(24, generator=random)
+    results = []
+    for name in ("portable", isa):
+        native.set_isa(name)
+        qkv = whole.clone()
+        kv = na.KVTensors(*(torch.zeros(20, 1, 2, 24, dtype=torch.float16) for _ in range(2)))
+        na.rope_and_store(
+            qkv, 6, kv, torch.arange(20), cos, sin, q_norm=weight, k_norm=weight
+        )  # fmt: skip
+        results.append((qkv, kv.k, kv.v))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_wrong_arguments_are_errors() -> None:
+    paged = Paged([40], 2, 16)
+    q, batch = torch.randn(40, 4, 16), paged.batch([0], [40], [40])
+    kv, k = paged.kv, torch.zeros(40, 2, 16)
+    where = torch.arange(40)
+    table = torch.zeros(40, 8)
+    wrong = [
+        (TypeError, lambda: na.attention(q.double(), kv, batch)),
+        (TypeError, lambda: na.attention(q.numpy(), kv, batch)),
+        (ValueError, lambda: na.attention(q[:39], kv, batch)),
+        (ValueError, lambda: na.attention(q[:, :3], kv, batch)),
+        (ValueError, lambda: na.attention(q[:, :, :8], kv, batch)),
+        (ValueError, lambda: na.attention(q, kv, batch, window=0)),
+        (ValueError, lambda: na.attention(q, kv, batch, out=torch.empty(40, 4, 8))),
+        (ValueError, lambda: na.attention(q, kv, batch, out=torch.empty(1, 4, 16).expand(40, 4, 16))),
+        (TypeError, lambda: na.KVTensors(kv.k.double(), kv.v.double())),
+        (TypeError, lambda: na.KVTensors(kv.k, kv.v.half())),
+        (TypeError, lambda: na.KVTensors(kv.k.to(torch.int8), kv.v.to(torch.int8))),
+        (ValueError, lambda: na.KVTensors(kv.k[:, :, :1], kv.v[:, :, :1])),
+        (ValueError, lambda: na.KVTensors(kv.k, kv.v[:1])),
+        (IndexError, lambda: paged.batch([1], [1], [40])),
+        (IndexError, lambda: paged.batch([0], [1], [41])),
+        (IndexError, lambda: na.snapshot(paged.table, [0], [1], [40], 20)),
+        (TypeError, lambda: na.snapshot(paged.table.long(), [0], [1], [40], 99)),
+        (ValueError, lambda: na.attention(q, kv, paged.batch([0], [40], [39]))),
+        (TypeError, lambda: na.PagedBatch(batch.query_start, batch.kv_len, np.zeros((1, 40)))),
+        (ValueError, lambda: na.PagedBatch(batch.kv_len, batch.kv_len, batch.rows)),
+        (IndexError, lambda: na.store_kv(kv, where + 10, k, k)),
+        (IndexError, lambda: na.store_kv(kv, where - 1, k, k)),
+        (ValueError, lambda: na.store_kv(kv, where[:3], k, k)),
+        (ValueError, lambda: na.store_kv(kv, where, k, k[:3])),
+        (TypeError, lambda: na.store_kv(kv, where.float(), k, k)),
+        (ValueError, lambda: na.rope_and_store(torch.zeros(40, 120), 4, kv, where, table, table)),
+        (ValueError, lambda: na.rope_and_store(
+            torch.zeros(40, 128), 4, kv, where, table[:3], table[:3])),
+        (ValueError, lambda: na.rope_and_store(
+            torch.zeros(40, 128), 4, kv, where, torch.zeros(40, 9), torch.zeros(40, 9))),
+        (IndexError, lambda: na.rope_and_store(
+            torch.zeros(40, 128), 4, kv, where, table, table, positions=where + 1)),
+        (TypeError, lambda: na.rope_and_store(
+            torch.zeros(40, 128), 4, kv, where, table, table, q_norm=torch.zeros(16).half())),
+    ]  # fmt: skip
+    for index, (error, call) in enumerate(wrong):
+        with pytest.raises(error):
+            call()
+            pytest.fail(f"case {index} raised nothing")
