@@ -120,7 +120,10 @@ class Program {
   void run(const RunArgs& args);
 
   // The steps run since the last call, in order; empty unless set_profile(true) came before.
-  void set_profile(bool on) { profile_ = on; }
+  void set_profile(bool on) {
+    std::lock_guard<std::mutex> lock(busy_);
+    profile_ = on;
+  }
   std::vector<StepTime> take_profile();
   size_t num_steps() const { return steps_.size(); }
 

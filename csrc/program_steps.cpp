@@ -130,20 +130,21 @@ void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
       (*input)->quantize_token(row, at(x, row));
     });
   }
-  add_whole_step(out == kLogits ? "head" : "linear", bytes, [=](const Tile& tile) {
+  std::vector<PackedJob> jobs(parts.size());  // memory to fill at each run
+  add_whole_step(out == kLogits ? "head" : "linear", bytes, [=](const Tile& tile) mutable {
     float* to = out == kLogits ? tile.logits : at(out);
     const int64_t stride = out == kLogits ? logits_stride_ : rows;
-    std::vector<PackedJob> jobs;
+    int num_jobs = 0;
     for (const MatrixRef& part : parts) {
       if (part.packed) {
-        jobs.push_back({part.view, to, stride});
+        jobs[num_jobs++] = {part.view, to, stride};
       } else {
         matmul_float(part.kind, {part.data, part.stride, at(x), columns, to, stride,
                                  part.view.rows, tile.rows, columns});
       }
       to += part.view.rows;
     }
-    if (!jobs.empty()) matmul_packed(**input, jobs.data(), static_cast<int>(jobs.size()));
+    if (num_jobs > 0) matmul_packed(**input, jobs.data(), num_jobs);
   });
 }
 

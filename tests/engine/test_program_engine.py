@@ -16,7 +16,7 @@ if not native.available():
     pytest.skip("this installation has no native kernels", allow_module_level=True)
 
 from minisgl.core import Batch, Req, SamplingParams
-from minisgl.engine import Engine
+from minisgl.engine import Engine, EngineConfig
 from minisgl.kernel.program import Program
 from minisgl.llm import LLM
 
@@ -131,8 +131,6 @@ def test_the_torch_backend_runs_the_layers(make_engine: MakeEngine, runs: list[i
 def test_experts_run_by_layers_and_say_so_once(
     tmp_path: Path, runs: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from minisgl.engine import EngineConfig
-
     path = write_model(tmp_path / "moe", **EXPERTS)
     weights_of_experts(path)
     config = EngineConfig(
@@ -140,15 +138,11 @@ def test_experts_run_by_layers_and_say_so_once(
         attention_backend="native",
     )  # fmt: skip
     engine = Engine(config)
-    logger = logging.getLogger("minisgl.engine.graph")
-    logger.addHandler(caplog.handler)
-    try:
-        batch = prefill_batch(engine, [9])
+    batch = prefill_batch(engine, [9])
+    with caplog.at_level(logging.INFO):
         for _ in range(3):
             assert torch.equal(engine.forward(batch), by_layers(engine, batch))
-    finally:
-        logger.removeHandler(caplog.handler)
-        engine.shutdown()
+    engine.shutdown()
     assert runs == []
     assert [r.getMessage() for r in caplog.records if "layer by layer" in r.getMessage()] == [
         "forwards run layer by layer in Python: a mixture of experts has no native steps"
@@ -212,9 +206,11 @@ def restored_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("restored_threads")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "kind", [{"dtype": "float32"}, {"dtype": "bfloat16"}, {"quant": "q4"}, {"quant": "q8"}], ids=str
+)
 def test_a_prompt_gives_the_same_bits_alone_among_31_others_chunked_and_paged(
-    tiny_model: Path, dtype: str
+    tiny_model: Path, kind: dict[str, Any]
 ) -> None:
     generator = torch.Generator().manual_seed(5)
     shared = torch.randint(0, 256, (40,), generator=generator).tolist()
@@ -223,18 +219,18 @@ def test_a_prompt_gives_the_same_bits_alone_among_31_others_chunked_and_paged(
         + torch.randint(0, 256, (3 + 7 * i % 50,), generator=generator).tolist()
         for i in range(32)
     ]
-    base = generate(tiny_model, prompts, threads=1, dtype=dtype)
+    base = generate(tiny_model, prompts, threads=1, **kind)
     assert sorted(base) == list(range(32)) and all(len(bits) == 6 for bits in base.values())
     variants = {
-        "two threads": generate(tiny_model, prompts, threads=2, dtype=dtype),
-        "chunks of 7": generate(tiny_model, prompts, dtype=dtype, max_extend_tokens=7),
-        "pages of 16": generate(tiny_model, prompts, dtype=dtype, page_size=16),
-        "no cache": generate(tiny_model, prompts, dtype=dtype, cache_type="naive"),
+        "two threads": generate(tiny_model, prompts, threads=2, **kind),
+        "chunks of 7": generate(tiny_model, prompts, **kind, max_extend_tokens=7),
+        "pages of 16": generate(tiny_model, prompts, **kind, page_size=16),
+        "no cache": generate(tiny_model, prompts, **kind, cache_type="naive"),
     }
     for name, found in variants.items():
         for uid, bits in base.items():
             same = [torch.equal(one, other) for one, other in zip(bits, found[uid], strict=True)]
             assert all(same), (name, uid, same)
     for uid in (0, 5, 31):
-        alone = generate(tiny_model, [prompts[uid]], dtype=dtype)[0]
+        alone = generate(tiny_model, [prompts[uid]], **kind)[0]
         assert all(torch.equal(one, other) for one, other in zip(base[uid], alone, strict=True))

@@ -25,7 +25,8 @@ SHAPES = [(9, 3, 64, None), (4, 4, 40, 33), (8, 2, 128, 100), (6, 1, 20, 7), (3,
 MIXED = [(1, 1), (5, 300), (70, 70), (1, 700), (0, 3), (33, 520), (1, 256), (2, 257)]
 
 
-@pytest.fixture(params=native.available_isas())
+# avxvnni differs from avx2 in integer products only, which there are none of here.
+@pytest.fixture(params=[name for name in native.available_isas() if name != "avxvnni"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     before, threads = native.isa(), native.num_threads()
     native.set_isa(request.param)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from minisgl.core import SamplingParams
 from minisgl.engine import engine as engine_module
 from minisgl.env import ENV
 from minisgl.llm import LLM
+from minisgl.scheduler import StepRecord
 
 from tests.llm.conftest import MakeLLM
 from tests.llm.oracle import load_oracle, logits_along
@@ -86,10 +88,12 @@ def fields_of(config: Config) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def tiny_oracle(tiny_model: Path) -> Any:
+def tiny_logits(tiny_model: Path) -> Any:
+    """`logits_along` the tiny model in transformers, remembered."""
     from transformers import LlamaForCausalLM
 
-    return LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    oracle = LlamaForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    return lru_cache(partial(logits_along, oracle))
 
 
 @pytest.fixture(scope="module")
@@ -104,17 +108,17 @@ def tiny_prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_the_tiny_model_agrees_with_transformers_in_every_configuration(
-    tiny_oracle: Any, tiny_prompts: list[list[int]], make_llm: MakeLLM, config: Config
+    tiny_logits: Any, tiny_prompts: list[list[int]], make_llm: MakeLLM, config: Config
 ) -> None:
     llm = make_llm(**fields_of(config))
     rows = collect_logits(llm)
-    for _ in range(2):  # the second time from the cache
+    for _ in range(1 if config[0] == "naive" else 2):  # the second time from the cache
         rows.clear()
         results = llm.generate(tiny_prompts, PARAMS)
         for uid, (prompt, result) in enumerate(zip(tiny_prompts, results)):
-            answer = result["token_ids"]
-            expected = logits_along(tiny_oracle, prompt, answer)
-            assert answer == expected.argmax(-1).tolist()
+            answer = tuple(result["token_ids"])
+            expected = tiny_logits(tuple(prompt), answer)
+            assert list(answer) == expected.argmax(-1).tolist()
             assert torch.allclose(torch.stack(rows[uid]), expected, atol=1e-4, rtol=0)
     llm.cache_manager.check_integrity()
 
@@ -123,25 +127,21 @@ def test_the_tiny_model_agrees_with_transformers_in_every_configuration(
 
 
 @pytest.fixture(scope="module")
-def oracle(default_model_path: Path) -> Any:
-    return load_oracle(default_model_path)
-
-
-@pytest.fixture(scope="module")
-def make_default(default_model_path: Path) -> Iterator[Callable[..., LLM]]:
+def make_default(default_model_path: Path) -> Iterator[Callable[[Config], LLM]]:
     """LLMs of the default model in float32 that share one copy of the weights."""
-    first = LLM(str(default_model_path), dtype="float32", num_page_override=64)
-    weights = first.engine.model.state_dict()
-    made = [first]
+    made: list[LLM] = []
+    weights: dict[str, torch.Tensor] = {}
 
     def share(model: Any, *args: Any, **kwargs: Any) -> None:
         model.load_state_dict(dict(weights))
 
-    def make(**fields: Any) -> LLM:
+    def make(config: Config) -> LLM:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module, "load_model_weights", share)
-            fields = {"dtype": "float32", "max_running_req": 16, **fields}
+            if weights:
+                patch.setattr(engine_module, "load_model_weights", share)
+            fields = {"dtype": "float32", "max_running_req": 16, **fields_of(config)}
             made.append(LLM(str(default_model_path), **fields))
+        weights.update(made[-1].engine.model.state_dict())
         return made[-1]
 
     yield make
@@ -150,12 +150,14 @@ def make_default(default_model_path: Path) -> Iterator[Callable[..., LLM]]:
 
 
 @pytest.fixture(scope="module")
-def known(oracle: Any, make_default: Callable[..., LLM]) -> tuple[list[Any], list[torch.Tensor]]:
-    """Answers of the plainest configuration and the oracle's logits along them."""
-    ENV.DISABLE_OVERLAP_SCHEDULING.value = True
-    llm = make_default(num_page_override=1024, cache_type="naive")
+def known(
+    default_model_path: Path, make_default: Callable[[Config], LLM]
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """The answers of the plainest configuration, and the oracle's logits along them."""
+    llm = make_default(PAIRWISE[0])
     results = llm.generate(TEXTS, PARAMS)
     prompts = [llm.tokenizer.encode(text) for text in TEXTS]
+    oracle = load_oracle(default_model_path)
     return results, [
         logits_along(oracle, prompt, result["token_ids"])
         for prompt, result in zip(prompts, results)
@@ -175,29 +177,27 @@ def test_the_default_model_gives_the_greedy_tokens_of_transformers(
 @pytest.mark.parametrize("config", PAIRWISE, ids=str)
 def test_the_default_model_agrees_in_each_pair_of_settings(
     known: tuple[list[Any], list[torch.Tensor]],
-    make_default: Callable[..., LLM],
+    make_default: Callable[[Config], LLM],
     config: Config,
 ) -> None:
     results, expected = known
-    llm = make_default(**fields_of(config))
+    llm = make_default(config)
     rows = collect_logits(llm)
     assert llm.generate(TEXTS, PARAMS) == results
     for uid, logits in enumerate(expected):
-        # the reference has its own rounding; 1e-4 is what the contract allows
         assert torch.allclose(torch.stack(rows[uid]), logits, atol=1e-4, rtol=0)
     llm.cache_manager.check_integrity()
-    llm.shutdown()
 
 
-def test_the_same_tokens_come_a_second_time_from_the_cache(
-    known: tuple[list[Any], list[torch.Tensor]], make_default: Callable[..., LLM]
+def test_the_default_model_answers_a_second_time_from_the_cache(
+    known: tuple[list[Any], list[torch.Tensor]], make_default: Callable[[Config], LLM]
 ) -> None:
-    llm: Any = make_default(**fields_of(("radix", 1, 8192, False)))
-    num_computed: list[int] = []
-    llm.step_listeners.append(
-        lambda record: num_computed.append(record.num_tokens) if record.phase == "prefill" else None
-    )
-    for _ in range(2):
-        assert llm.generate(TEXTS, PARAMS) == known[0]
-    assert num_computed[1] == len(TEXTS)
-    llm.shutdown()
+    llm = make_default(PAIRWISE[0])
+    records: list[StepRecord] = []
+    llm.step_listeners.append(records.append)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    first, second = llm.generate(TEXTS, params), llm.generate(TEXTS, params)
+    assert first == second
+    assert [r["token_ids"] for r in first] == [r["token_ids"][:4] for r in known[0]]
+    num_computed = [record.num_tokens for record in records if record.phase == "prefill"]
+    assert num_computed[1:] == [len(TEXTS)]

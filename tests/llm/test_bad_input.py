@@ -143,8 +143,8 @@ def test_a_parameter_without_a_meaning_is_named(checked: LLM, name: str, value: 
 
 SCALARS: list[Any] = [
     None, True, 0, -1, 5, 300, 2**31, 2**70, -(2**70), 0.5, float("nan"), float("inf"), "", "a",
-    b"a", object(), np.int64(5), np.float32(0.5), torch.tensor(3), torch.tensor([1, 2]), np.arange(3),
-    int, 1j, range(3), iter([1]), "\ud800",
+    b"a", object(), np.int64(5), np.float32(0.5), torch.tensor(3), torch.tensor([1, 2]),
+    np.arange(3), int, 1j, range(3), iter([1]), "\ud800",
 ]  # fmt: skip
 FIELDS = [
     "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "logit_bias",
