@@ -23,7 +23,8 @@ float read_float(FloatKind kind, const void* source, int64_t at) {
 uint8_t round_code(float value, int highest) {
   const float code = std::nearbyintf(value);
   if (!(code > 0)) return 0;
-  return static_cast<uint8_t>(code < static_cast<float>(highest) ? static_cast<int>(code) : highest);
+  if (code >= static_cast<float>(highest)) return static_cast<uint8_t>(highest);
+  return static_cast<uint8_t>(code);
 }
 
 // Codes are computed from the scale as stored, so that its own rounding does not add up with

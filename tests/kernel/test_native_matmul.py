@@ -1,4 +1,4 @@
-"""Packed and float products against numpy and torch twins, at every instruction set of this machine.
+"""Packed and float products against numpy and torch twins, at every instruction set there is here.
 
 The twin of a packed product dequantises the weight with the `gguf` package (or reads the packed
 weight back, once that has been checked) and quantises the activations with torch.

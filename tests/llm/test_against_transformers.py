@@ -139,7 +139,7 @@ def make_default(default_model_path: Path) -> Iterator[Callable[[Config], LLM]]:
         with pytest.MonkeyPatch.context() as patch:
             if weights:
                 patch.setattr(engine_module, "load_model_weights", share)
-            fields = {"dtype": "float32", "max_running_req": 16, **fields_of(config)}
+            fields = {"dtype": "float32", "num_threads": 1, **fields_of(config)}
             made.append(LLM(str(default_model_path), **fields))
         weights.update(made[-1].engine.model.state_dict())
         return made[-1]

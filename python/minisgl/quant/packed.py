@@ -94,7 +94,7 @@ class PackedWeight(Weight):
     def matmul(
         self, x: torch.Tensor | QuantizedActivations, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x @ W^T` as float32 (tokens, out_features), into `out` if given (its rows may lie apart)."""
+        """`x @ W^T` as float32 (tokens, out_features); the rows of `out` may lie apart."""
         operand = x.native if type(x) is QuantizedActivations else x
         return native.matmul(self.native, operand, out)
 
