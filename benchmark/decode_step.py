@@ -90,10 +90,11 @@ def measure(program: Program, run: Callable[[], Any], seconds: float) -> tuple[l
 def report(title: str, tokens: int, plain: list[float], best: dict, bandwidth: float) -> None:
     native_ms = sum(ns for ns, _ in best.values()) / 1e6
     nbytes = sum(size for _, size in best.values())
+    median = statistics.median(plain) * 1e3
     print(
         f"\n{title}: {native_ms:.2f} ms in steps ({min(plain) * 1e3:.2f} ms the fastest call, "
-        f"{statistics.median(plain) * 1e3:.2f} the median), {tokens / native_ms * 1e3:.0f} tokens/s;"
-        f" weights at {nbytes / native_ms / 1e6:.1f} GB/s, "
+        f"{median:.2f} the median), {tokens / native_ms * 1e3:.0f} tokens/s; "
+        f"weights at {nbytes / native_ms / 1e6:.1f} GB/s, "
         f"{100 * nbytes / native_ms * 1e3 / bandwidth:.0f} % of the probe"
     )
     print(f"  {'step':<28}{'ms':>9}{'share':>8}{'GB/s':>7}{'lost ms':>9}")
@@ -131,8 +132,10 @@ def main() -> None:
     streams = [int(n) for n in args.streams.split(",") if n]
     num_locations = max([args.prefill, *(n * (args.context + 1) for n in streams)])
     program, vocab = load_program(args.model, num_locations, max(args.context + 1, args.prefill))
-    cases = [(f"decode, {n} streams", n, make_run(program, vocab, n, args.context, args.context + 1))
-             for n in streams]  # fmt: skip
+    cases = []
+    for n in streams:
+        run = make_run(program, vocab, n, args.context, args.context + 1)
+        cases.append((f"decode, {n} streams", n, run))
     if args.prefill:
         run = make_run(program, vocab, 1, 0, args.prefill)
         cases.append((f"prefill {args.prefill}", args.prefill, run))

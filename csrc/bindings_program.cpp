@@ -52,7 +52,9 @@ void gate_mul(int kind, uint64_t x, int64_t rows, int64_t n, uint64_t out) {
 void add_bias(uint64_t x, uint64_t bias, int64_t rows, int64_t n) {
   nb::gil_scoped_release release;
   const auto run = elementwise_kernels().add;
-  for_rows(rows, n, [&](int64_t row) { run(address<float>(x) + row * n, address<float>(bias), n); });
+  for_rows(rows, n, [&](int64_t row) {
+    run(address<float>(x) + row * n, address<float>(bias), n);
+  });
 }
 
 void arg_max(uint64_t x, int64_t rows, int64_t n, int64_t stride, uint64_t values,

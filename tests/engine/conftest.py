@@ -14,6 +14,14 @@ from tests.llm.tiny import write_model
 
 MakeEngine = Callable[..., Engine]
 
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "num_page_override": 64,
+    "max_running_req": 4,
+    "num_threads": 1,
+}
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,9 +35,7 @@ def make_engine(tiny_model: Path) -> Iterator[MakeEngine]:
     made: list[Engine] = []
 
     def make(**fields: Any) -> Engine:
-        defaults = {"dtype": "float32", "device": "cpu", "num_page_override": 64}
-        config = EngineConfig(str(tiny_model), **{**defaults, "max_running_req": 4, **fields})
-        made.append(Engine(config))
+        made.append(Engine(EngineConfig(str(tiny_model), **{**SMALL, **fields})))
         return made[-1]
 
     yield make

@@ -64,7 +64,7 @@ def test_threads_can_be_set(make_engine: MakeEngine) -> None:
     try:
         assert make_engine(num_threads=1).num_threads == 1
         assert torch.get_num_threads() == 1
-        assert make_engine().num_threads == count_threads()
+        assert make_engine(num_threads=0).num_threads == count_threads()
     finally:
         torch.set_num_threads(before)
 

@@ -293,7 +293,7 @@ def test_wrong_arguments_are_errors() -> None:
         (ValueError, lambda: na.attention(q[:, :, :8], kv, batch)),
         (ValueError, lambda: na.attention(q, kv, batch, window=0)),
         (ValueError, lambda: na.attention(q, kv, batch, out=torch.empty(40, 4, 8))),
-        (ValueError, lambda: na.attention(q, kv, batch, out=torch.empty(1, 4, 16).expand(40, 4, 16))),
+        (ValueError, lambda: na.attention(q, kv, batch, out=q[:1].expand(40, 4, 16))),
         (TypeError, lambda: na.KVTensors(kv.k.double(), kv.v.double())),
         (TypeError, lambda: na.KVTensors(kv.k, kv.v.half())),
         (TypeError, lambda: na.KVTensors(kv.k.to(torch.int8), kv.v.to(torch.int8))),

@@ -14,6 +14,14 @@ from tests.llm.tiny import write_model
 
 MakeLLM = Callable[..., LLM]
 
+# One thread: several would spin for each other where the machine is shared, and gain nothing here.
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "num_page_override": 512,
+    "max_running_req": 16,
+    "num_threads": 1,
+}
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,8 +35,7 @@ def make_llm(tiny_model: Path) -> Iterator[MakeLLM]:
     made: list[LLM] = []
 
     def make(path: Any = tiny_model, **fields: Any) -> LLM:
-        fields = {"dtype": "float32", "num_page_override": 512, "max_running_req": 16, **fields}
-        made.append(LLM(str(path), **fields))
+        made.append(LLM(str(path), **{**SMALL, **fields}))
         return made[-1]
 
     yield make
@@ -40,6 +47,6 @@ def make_llm(tiny_model: Path) -> Iterator[MakeLLM]:
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> Iterator[LLM]:
     """One LLM for the tests of a module that leave it as it was."""
-    shared = LLM(str(tiny_model), dtype="float32", num_page_override=512, max_running_req=16)
+    shared = LLM(str(tiny_model), **SMALL)
     yield shared
     shared.shutdown()

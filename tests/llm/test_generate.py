@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import json
 import weakref
 from pathlib import Path
@@ -81,7 +82,7 @@ def test_one_set_of_parameters_for_all_or_one_for_each(llm: LLM) -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 2, 4])
 def test_a_wrong_number_of_sampling_params_is_a_value_error(llm: LLM, number: int) -> None:
-    with pytest.raises(ValueError, match=f"3 prompts but {number}"):
+    with pytest.raises(ValueError, match=f"3 prompts.* {number} sampling_params"):
         llm.generate(TEXTS, [greedy()] * number)
 
 
@@ -313,6 +314,15 @@ def test_shutdown_frees_everything(make_llm: MakeLLM) -> None:
 def test_an_unknown_option_is_named_with_those_there_are(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"no option pagesize.*page_size"):
         LLM(str(tiny_model), pagesize=4)
+
+
+def test_the_arguments_are_those_of_the_contract() -> None:
+    parameters = list(inspect.signature(LLM).parameters.values())
+    assert [p.name for p in parameters[:2]] == ["model_path", "dtype"]
+    assert parameters[1].default is torch.bfloat16
+    assert parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    names = list(inspect.signature(LLM.generate).parameters)
+    assert names[1:] == ["prompts", "sampling_params"]
 
 
 def test_the_dtype_may_be_given_by_name_or_object(make_llm: MakeLLM) -> None:

@@ -29,6 +29,7 @@ class NativeAttnMetadata(BaseAttnMetadata):
     wanted_indices: torch.Tensor | None = None
 
     def get_last_indices(self, n: int) -> torch.Tensor:
+        """The token row of the last position of each of the first `n` requests, int64 (n,)."""
         return self.last_indices[:n]
 
 
@@ -42,6 +43,7 @@ class NativeAttnBackend(BaseAttnBackend):
         self._layers: dict[int, KVTensors] = {}
 
     def prepare_metadata(self, batch: Batch) -> None:
+        """Copy the rows of the page table; `IndexError` if they point outside of the pool."""
         reqs = batch.padded_reqs
         pool = self._ctx.kv_cache
         paged = native_attention.snapshot(
@@ -63,6 +65,7 @@ class NativeAttnBackend(BaseAttnBackend):
         batch: Batch,
         window: int | None = None,
     ) -> torch.Tensor:
+        """Store K and V, then attend in float32; the result has the type of `q`."""
         metadata = batch.attn_metadata
         assert isinstance(metadata, NativeAttnMetadata), type(metadata)
         kv = self._layer(layer_id)

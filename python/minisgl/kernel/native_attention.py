@@ -3,7 +3,7 @@
 Like `native`, this module hands addresses to the extension only after it has checked type, device,
 shape and stride; what lies in index arrays is checked by the extension itself (`IndexError`). A KV
 pool is `KVTensors`; who asks what is `PagedBatch`, a snapshot that all layers of a forward share.
-Twins: `attention/torch_backend.py`, `torch_ops.store_cache`, `torch_ops.rotate_`, `torch_ops.rmsnorm`.
+Twins: `attention/torch_backend.py`, and `store_cache`, `rotate_` and `rmsnorm` of `torch_ops`.
 May import `env` and `utils`.
 """
 
@@ -21,10 +21,24 @@ from . import native
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 
 
+def _floats(name: str, x: torch.Tensor | None, shape: tuple[int, ...]) -> int:
+    """The address of contiguous float32 numbers on the CPU; 0 for None."""
+    if x is None:
+        return 0
+    if x.dtype is not torch.float32 or x.device.type != "cpu":
+        raise TypeError(f"{name} must be float32 on the CPU, not {x.dtype} on {x.device}")
+    if x.shape != shape or not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous {shape}, not {tuple(x.shape)}")
+    return x.data_ptr()
+
+
 @dataclass(frozen=True, slots=True)
 class KVTensors:
-    """K and V of one layer: `(..., kv heads, head_dim)`, contiguous, all leading dimensions together
-    counting token locations. int8 needs scales, float32 `(locations, kv heads)` each."""
+    """K and V of one layer: `(..., kv heads, head_dim)`, contiguous.
+
+    All leading dimensions together count token locations. int8 needs scales, float32 `(locations,
+    kv heads)` each: value = code * scale.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -44,32 +58,28 @@ class KVTensors:
                 )
         if k.dtype is torch.int8 and (self.k_scale is None or self.v_scale is None):
             raise TypeError("int8 keys and values need scales")
-        scales = []
-        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if scale is not None and (scale.dtype is not torch.float32 or scale.device.type != "cpu"):
-                raise TypeError(f"{name} must be float32 on the CPU, not {scale.dtype}")
-            if scale is not None and (
-                scale.shape != (self.num_locations, self.num_heads) or not scale.is_contiguous()
-            ):
-                raise ValueError(
-                    f"{name} must be contiguous {(self.num_locations, self.num_heads)},"
-                    f" not {tuple(scale.shape)}"
-                )
-            scales.append(0 if scale is None else scale.data_ptr())
+        shape = (self.num_locations, self.num_heads)
+        scales = (
+            _floats("k_scale", self.k_scale, shape),
+            _floats("v_scale", self.v_scale, shape),
+        )
         stride = self.num_heads * self.head_dim
         pool = (KV_KINDS[k.dtype], k.data_ptr(), v.data_ptr(), stride, *scales, self.num_locations)
         object.__setattr__(self, "pool", pool)
 
     @property
     def num_heads(self) -> int:
+        """KV heads."""
         return self.k.shape[-2]
 
     @property
     def head_dim(self) -> int:
+        """Columns of a head."""
         return self.k.shape[-1]
 
     @property
     def num_locations(self) -> int:
+        """Token locations of the pool."""
         return self.k.shape[:-2].numel()
 
 
@@ -103,6 +113,7 @@ class PagedBatch:
 
     @property
     def num_tokens(self) -> int:
+        """Query tokens of all requests."""
         return int(self.query_start[-1])
 
 
@@ -191,8 +202,10 @@ def attention(
     if out is None:
         out = torch.empty(q.shape)
     _heads("out", out, heads, dim)
-    if out.shape != q.shape or not _heads_together(out) or (
-        tokens > 1 and out.stride(0) < heads * dim
+    if (
+        out.shape != q.shape
+        or not _heads_together(out)
+        or (tokens > 1 and out.stride(0) < heads * dim)
     ):
         raise ValueError(f"out must be {tuple(q.shape)} with disjoint rows of whole tokens")
     native.load().paged_attention(
@@ -261,24 +274,12 @@ def rope_and_store(
         raise ValueError(f"qkv must be (tokens, {width}) with contiguous rows: {tuple(qkv.shape)}")
     if tokens > 1 and qkv.stride(0) < width:
         raise ValueError("the rows of qkv overlap")
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.dtype is not torch.float32 or table.device.type != "cpu":
-            raise TypeError(f"{name} must be float32 on the CPU, not {table.dtype}")
-        if table.dim() != 2 or table.shape != cos.shape or not table.is_contiguous():
-            raise ValueError(f"cos and sin must be contiguous matrices: {name} {tuple(table.shape)}")
-    norms: list[int] = []
-    for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
-        if weight is not None and (weight.dtype is not torch.float32 or weight.device.type != "cpu"):
-            raise TypeError(f"{name} must be float32 on the CPU, not {weight.dtype}")
-        if weight is not None and (weight.shape != (dim,) or not weight.is_contiguous()):
-            raise ValueError(f"{name} must be contiguous ({dim},), not {tuple(weight.shape)}")
-        norms.append(0 if weight is None else weight.data_ptr())
+    if cos.dim() != 2:
+        raise ValueError(f"cos and sin must be matrices, not {tuple(cos.shape)}")
+    tables = _floats("cos", cos, tuple(cos.shape)), _floats("sin", sin, tuple(cos.shape))
+    norms = _floats("q_norm", q_norm, (dim,)), _floats("k_norm", k_norm, (dim,))
     where = None if positions is None else _int32("positions", positions, tokens)
     locations = _int32("out_loc", out_loc, tokens)
-    table_args = (
-        cos.data_ptr(), sin.data_ptr(), len(cos), cos.shape[1],
-        0 if where is None else where.data_ptr(),
-    )  # fmt: skip
     native.load().rope_and_store(
         kv.pool,
         num_q_heads,
@@ -287,7 +288,7 @@ def rope_and_store(
         qkv.data_ptr(),
         qkv.stride(0),
         tokens,
-        table_args,
+        (*tables, *cos.shape, 0 if where is None else where.data_ptr()),
         (*norms, eps),
         locations.data_ptr(),
     )
