@@ -109,7 +109,10 @@ class IkLlama:
         params.n_ctx = num_tokens if is_shared else num_tokens * num_seqs
         params.n_batch, params.n_ubatch, params.n_seq_max = 2048, MICRO_BATCH, num_seqs
         params.n_threads = params.n_threads_batch = self.threads
-        params.flash_attn, params.type_k, params.type_v = True, F16, F16
+        params.type_k = params.type_v = F16
+        # With several sequences its flash attention aborts (GGML_ASSERT(S > 0)) on a query of which
+        # one thread's share of the cells is masked out altogether.
+        params.flash_attn = num_seqs == 1
         return self.api.llama_init_from_model(model, params)
 
     def close(self, context: Any) -> None:

@@ -76,7 +76,7 @@ class EnvVars:
         )
         self.CACHE_DIR = EnvVar("CACHE_DIR", "", str, "where fetched models are kept")
         self.NUM_THREADS = EnvVar("NUM_THREADS", 0, _parse_count, "CPU threads, 0 for automatic")
-        self.ISA = EnvVar("ISA", "", str, "instruction set of the CPU kernels, empty for the best")
+        self.ISA = EnvVar("ISA", "", _parse_isa, "instruction set of the CPU kernels, empty for the best")
         for var in self.all():
             var.read()
 
@@ -96,10 +96,17 @@ def _parse_log_level(text: str) -> str:
     return level
 
 
+def _parse_isa(text: str) -> str:
+    name = text.strip().lower()
+    if name not in ("", "portable", "avx2", "avxvnni", "avx512", "neon"):
+        raise ValueError("use one of portable, avx2, avxvnni, avx512, neon")
+    return name
+
+
 def _parse_count(text: str) -> int:
     count = int(text)
-    if count < 0:
-        raise ValueError("use 0 or a positive number")
+    if not 0 <= count <= 256:
+        raise ValueError("use 0 for automatic, or 1 to 256")
     return count
 
 

@@ -47,6 +47,8 @@ def test_a_value_is_parsed(
         ("SHELL_TOP_P", ""),
         ("LOG_LEVEL", "LOUD"),
         ("NUM_THREADS", "-1"),
+        ("NUM_THREADS", "257"),
+        ("ISA", "bogus"),
     ],
 )
 def test_a_value_that_does_not_parse_is_an_error_that_names_the_variable(

@@ -13,7 +13,7 @@ from minisgl.shell import interruptible
 
 from .output import Stats, note, opened, write
 
-QUESTION = "What is the capital of France?"
+QUESTION = "What is the capital of France? Answer in one sentence."
 ANSWER_TOKENS = 64
 
 

@@ -21,6 +21,7 @@ DEFAULT_MAX_TOKENS = 512
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 _ENGINE = (
     "dtype",
+    "quant",
     "device",
     "num_threads",
     "page_size",
@@ -74,6 +75,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         help="a folder, a .gguf file, a hub id, or default: SmolLM2-135M-Instruct",
     )
     add("--dtype", dest="dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16")
+    add(
+        "--quant",
+        dest="quant",
+        metavar="HOW",
+        help="auto: quantised files stay packed on a CPU; q8 or q4: pack floats too; none: all floats",
+    )
     add("--device", dest="device", metavar="NAME", help="auto, cpu or cuda")
     add("--threads", dest="num_threads", type=int, metavar="N", help="CPU threads, 0: automatic")
     add("--page-size", dest="page_size", type=int, metavar="N", help="tokens per KV page")
@@ -120,7 +127,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--attn",
         dest="attention_backend",
         metavar="NAME",
-        help="auto or torch",
+        help="auto, native (CPU kernels) or torch",
     )
     group.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
 

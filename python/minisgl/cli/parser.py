@@ -62,7 +62,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not argv:
         parser.print_help()
         raise SystemExit(0)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.prog += f" {argv[0]}"  # its help has the flags
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if "temperature" in args:
         check_sampling(args)
     return args

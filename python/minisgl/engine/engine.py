@@ -37,7 +37,7 @@ from minisgl.utils.model_files import resolve_model
 
 from .device import DeviceStream, NullEvent, count_threads, free_memory, resolve_device
 from .graph import GraphRunner, determine_cuda_graph_bs
-from .memory import MemoryReport, choose_num_pages
+from .memory import MemoryReport, choose_num_pages, human
 from .sample import BatchSamplingArgs, Sampler
 
 logger = init_logger(__name__)
@@ -156,7 +156,13 @@ class Engine:
         page_bytes = create_pool(1, torch.device("meta")).page_bytes
         free_now = free_memory(self.device)
         self.num_pages = choose_num_pages(config, self.device, page_bytes, free_before, free_now)
-        self.kv_cache = create_pool(self.num_pages + 1, self.device)
+        try:
+            self.kv_cache = create_pool(self.num_pages + 1, self.device)
+        except (MemoryError, RuntimeError) as error:
+            raise ConfigError(
+                f"no memory for a KV pool of {human(page_bytes * (self.num_pages + 1))}: lower "
+                "cpu_kv_cache_bytes (--kv-memory) or num_page_override (--num-pages)"
+            ) from error
         configured = config.max_seq_len_override or model.rotary_config.max_position
         self.max_seq_len = min(configured, self.num_pages * page_size)
         self.page_table = torch.zeros(

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from minisgl.env import ENV
+from minisgl.utils.errors import ConfigError
 
 # Numbers that csrc/matmul.h and csrc/format.h give to kinds of floats and to formats.
 FLOAT_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -31,9 +32,11 @@ def load() -> ModuleType:
     _native = import_module("minisgl._native")
     threads = ENV.NUM_THREADS.value or _num_usable_cpus()
     _native.set_num_threads(threads)
-    forced = getattr(ENV, "ISA", None)
-    if forced is not None and forced.value:
-        _native.set_isa(forced.value)
+    if forced := ENV.ISA.value:
+        if forced not in _native.available_isas():
+            choices = ", ".join(_native.available_isas())
+            raise ConfigError(f"{ENV.ISA.name}={forced} does not run on this machine: use {choices}")
+        _native.set_isa(forced)
     return _native
 
 
