@@ -76,7 +76,7 @@ class EnvVars:
         )
         self.CACHE_DIR = EnvVar("CACHE_DIR", "", str, "where fetched models are kept")
         self.NUM_THREADS = EnvVar("NUM_THREADS", 0, _parse_count, "CPU threads, 0 for automatic")
-        self.ISA = EnvVar("ISA", "", _parse_isa, "instruction set of the CPU kernels, empty for the best")
+        self.ISA = EnvVar("ISA", "", _parse_isa, "instruction set of the CPU kernels, empty: best")
         for var in self.all():
             var.read()
 

@@ -498,7 +498,8 @@ def test_the_default_model_answers_in_json(default_model_path: Path, run_python:
 
 def test_the_default_model_chats_on_a_pipe(default_model_path: Path, run_python: RunPython) -> None:
     argv = ["-m", "minisgl", "chat", "--temperature", "0", "--max-tokens", "12"]
-    result = run_python(*argv, stdin="What is the capital of France?\nWhat did I ask?\n")
+    lines = "What is the capital of France? Answer in one sentence.\nWhat did I ask?\n"
+    result = run_python(*argv, stdin=lines)
     assert result.returncode == 0, result.stderr
     assert "Paris" in result.stdout
     assert result.stderr.count("tokens/s") == 2

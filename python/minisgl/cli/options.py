@@ -79,7 +79,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--quant",
         dest="quant",
         metavar="HOW",
-        help="auto: quantised files stay packed on a CPU; q8 or q4: pack floats too; none: all floats",
+        help="auto: quantised files stay packed on a CPU; q8, q4: pack floats too; none",
     )
     add("--device", dest="device", metavar="NAME", help="auto, cpu or cuda")
     add("--threads", dest="num_threads", type=int, metavar="N", help="CPU threads, 0: automatic")

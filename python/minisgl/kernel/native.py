@@ -35,7 +35,7 @@ def load() -> ModuleType:
     if forced := ENV.ISA.value:
         if forced not in _native.available_isas():
             choices = ", ".join(_native.available_isas())
-            raise ConfigError(f"{ENV.ISA.name}={forced} does not run on this machine: use {choices}")
+            raise ConfigError(f"{ENV.ISA.name}={forced} does not run here: use {choices}")
         _native.set_isa(forced)
     return _native
 

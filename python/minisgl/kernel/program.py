@@ -2,8 +2,8 @@
 
 A `Recorder` is handed through the layers' `record` methods. Each call notes a step over virtual
 buffers (a row per token); `finish()` gives buffers that are never alive together the same memory
-and makes the native program. Weights are named by address, so the program keeps all of them alive; a
-float32 weight that is written in place takes effect, one that is replaced does not.
+and makes the native program. Weights are named by address, so the program keeps all of them
+alive; a float32 weight that is written in place takes effect, one that is replaced does not.
 
 Invariant: a row of the result depends on that row's request alone, to the bit. May import `env` and
 `utils`.

@@ -1,7 +1,8 @@
 """`LLM`: a scheduler whose messages come from `generate` and whose replies go back to it.
 
 One generator, `stream`, feeds the streamed and the unstreamed answer. A call ends when the
-scheduler is idle and nothing is pending. Whatever happens inside a call, the object stays usable after it.
+scheduler is idle and nothing is pending. Whatever happens inside a call, the object stays usable
+after it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class LLM(Scheduler):
     """A model that answers in this process.
 
     model_path: a Hugging Face folder, a GGUF file, a hub id, or "default". Further keyword
-    arguments are the fields of `SchedulerConfig`. progress: called with (bytes done, bytes in all) while
-    weights load. Raises `ConfigError` or `ModelLoadError`.
+    arguments are the fields of `SchedulerConfig`. progress: called with (bytes done, bytes in all)
+    while weights load. Raises `ConfigError` or `ModelLoadError`.
     """
 
     def __init__(

@@ -77,10 +77,12 @@ class PackedWeight(Weight):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
         return self._shape
 
     @property
     def nbytes(self) -> int:
+        """Bytes of codes, scales and minimums."""
         return self.native.nbytes
 
     @property
@@ -89,6 +91,7 @@ class PackedWeight(Weight):
         return self.native.format
 
     def prepare(self, x: torch.Tensor) -> QuantizedActivations:
+        """`x` in 8 bits, to be shared by all packed weights that it meets."""
         return quantize_activations(x)
 
     def matmul(
@@ -99,6 +102,7 @@ class PackedWeight(Weight):
         return native.matmul(self.native, operand, out)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows by id (any shape) as float32, exactly as they are stored."""
         return native.rows(self.native, ids)
 
     def dequantize(self) -> torch.Tensor:

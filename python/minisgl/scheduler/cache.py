@@ -1,8 +1,8 @@
 """The only code that moves a KV page between its three states: free, owned by a request, cached.
 
 Invariant, checked by `check_integrity` between any two steps: free pages, cached pages and the
-pages of live rows beyond their locked prefix are disjoint and together all pages. A location is a token's
-slot; page `p` starts at location `p * page_size`.
+pages of live rows beyond their locked prefix are disjoint and together all pages. A location
+is a token's slot; page `p` starts at location `p * page_size`.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ class StepRecord:
 
     num_tokens: tokens computed. waiting: requests in the queue. Pages by state: free, cached (of
     them `evictable_pages` unlocked), owned by running requests. reserved_tokens: promised to
-    running requests beyond what they hold. head_waits_for: why the head of the queue was not taken, None if
-    nothing waits. Times are in seconds and take part in no decision.
+    running requests beyond what they hold. head_waits_for: why the head of the queue was
+    not taken, None if nothing waits. Times are in seconds and take part in no decision.
     """
 
     step: int
