@@ -177,8 +177,8 @@ class Worker:
     """One model; each job opens a context of the size it needs."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.lib = (IkLlama if options["engine"] == "ik" else LlamaCpp)(options["threads"])
-        self._is_ik = options["engine"] == "ik"
+        self.lib = (LlamaCpp if options["engine"] == "lc" else IkLlama)(options["threads"])
+        self._is_ik = options["engine"] != "lc"
         self._shares_chat = options.get("shares_chat", True)
         self._path = options["model"]
         self.batch = Batch(self.lib.batch_type, 2048)
