@@ -5,6 +5,7 @@ No model is loaded and torch is not imported here, so that a single fast test st
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -58,11 +59,13 @@ def run_python() -> RunPython:
 
 
 @pytest.fixture(autouse=True)
-def unchanged_environment_variables() -> Iterator[None]:
-    """Values of `ENV` that a test assigns hold for that test alone."""
+def unchanged_settings() -> Iterator[None]:
+    """Values of `ENV` and the level of the log that a test sets hold for that test alone."""
     from minisgl.env import ENV
 
-    before = [(var, var.value) for var in ENV.all()]
+    log = logging.getLogger("minisgl")
+    before, level = [(var, var.value) for var in ENV.all()], log.level
     yield
+    log.setLevel(level)
     for var, value in before:
         var.value = value

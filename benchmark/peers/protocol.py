@@ -54,9 +54,9 @@ def make_chat(job: dict[str, Any]) -> tuple[list[int], list[ChatRequest]]:
     ]
 
 
-def num_output_tokens(job: dict[str, Any]) -> int:
-    """Tokens that a chat job generates in all."""
-    return sum(request.num_output for request in make_chat(job)[1])
+def warm_up_chat(job: dict[str, Any]) -> dict[str, Any]:
+    """A small job of the same kind, for what an engine does at its first steps."""
+    return {**job, "requests": 4, "system": 64, "seed": job["seed"] + 77}
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .table import OURS, render as render_table
+from .table import OURS
+from .table import render as render_table
 from .workers import WorkerError, WorkerProcess
 
 if TYPE_CHECKING:
@@ -84,9 +85,7 @@ def measure(run: Run, variants: list[Variant]) -> list[dict[str, Any]]:
             return []
 
 
-def _score(
-    run: Run, processes: dict[str, WorkerProcess], ids: list[int]
-) -> list[dict[str, Any]]:
+def _score(run: Run, processes: dict[str, WorkerProcess], ids: list[int]) -> list[dict[str, Any]]:
     scores = {name: Score() for name in processes}
     for begin in range(0, len(ids) - 1, WINDOW):
         window = ids[begin : begin + WINDOW]

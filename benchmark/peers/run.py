@@ -69,6 +69,7 @@ class Run:
         if args.omp_wait:
             self.environ["OMP_WAIT_POLICY"] = args.omp_wait
         self.samples: Samples = {}
+        self.answers: list[dict[str, Any]] = []
 
     def say(self, text: str) -> None:
         """One line of progress, on stderr."""
@@ -164,13 +165,18 @@ class Run:
             for index, work in enumerate(rows):
                 self._probe(processes)
                 shift = (number + index) % len(variants)
-                for variant in variants[shift:] + variants[:shift]:
-                    job = {**work.job, "seed": 1 + number}
-                    value = self._value(work, variant, processes.get(variant.name), job)
+                order = variants[shift:] + variants[:shift]
+                left_out = [] if self.args.keep_all else table.hopeless(work, self.samples)
+                for variant in order:
+                    value = None
+                    if variant.name not in left_out:
+                        job = {**work.job, "seed": 1 + number}
+                        value = self._value(work, variant, processes.get(variant.name), job)
+                        self.say(
+                            f"round {number + 1}/{self.args.rounds}  {work.name:<14}"
+                            f"{variant.name:<30} {table.number(value)} {work.unit}"
+                        )
                     self.samples[variant.name][work.name].append(value)
-                    shown = f"{table.number(value)} {work.unit}"
-                    round_name = f"round {number + 1}/{self.args.rounds}"
-                    self.say(f"{round_name}  {work.name:<14} {variant.name:<22} {shown}")
 
     def _value(
         self, work: Work, variant: Variant, process: WorkerProcess | None, job: dict[str, Any]
@@ -178,21 +184,26 @@ class Run:
         if process is None or not process.is_alive:
             return None
         try:
-            return works.value_of(work, process.ask(job, JOB_SECONDS))
+            answer = process.ask(job, JOB_SECONDS)
+            self.answers.append({"variant": variant.name, "row": work.name, **answer})
+            return works.value_of(work, answer)
         except WorkerError as error:
             self.fail(f"{variant.name}: {error}")
             return None
 
     @contextlib.contextmanager
-    def processes(self, variants: list[Variant], **extra: Any) -> Iterator[dict[str, WorkerProcess]]:
+    def processes(
+        self, variants: list[Variant], **extra: Any
+    ) -> Iterator[dict[str, WorkerProcess]]:
         """A loaded process for each variant that loads."""
         found: dict[str, WorkerProcess] = {}
         try:
             for variant in variants:
                 process = variant.start(self.log_dir, self.environ_of(variant), **extra)
                 found[variant.name] = process
+            for variant in variants:
                 try:
-                    process.wait_ready(LOAD_SECONDS)
+                    found[variant.name].wait_ready(LOAD_SECONDS)
                 except WorkerError as error:
                     self.fail(f"{variant.name}: {error}")
                     found.pop(variant.name).stop()
@@ -224,7 +235,7 @@ class Run:
                     work, variant, processes.get(variant.name), {**work.job, "seed": 1}
                 )
             self.samples[variant.name][work.name].append(value)
-            self.say(f"memory  {variant.name:<22} {table.number(value)} {work.unit}")
+            self.say(f"memory  {variant.name:<30} {table.number(value)} {work.unit}")
 
     # Results
 
@@ -276,7 +287,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--only", nargs="+", choices=[w.name for w in works.WORKS], help="rows to measure")
     add("--engines", nargs="+", choices=["lc", "ik", "ik-wheel", "ov"],
-        default=["lc", "ik", "ov"], help="llama.cpp, ik_llama.cpp (built here, or its wheel), OpenVINO")  # fmt: skip
+        default=["lc", "ik", "ov"],
+        help="llama.cpp, ik_llama.cpp (built here, or its wheel), OpenVINO")  # fmt: skip
     add("--formats", nargs="*", default=["Q4_0"],
         help="further formats of the file, written by llama.cpp: Q4_0 Q8_0 F16 ...")  # fmt: skip
     add("--vllm", action="store_true", help="vLLM for CPUs too (gigabytes, minutes to start)")
@@ -284,7 +296,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--scale", type=float, default=1.0, help="steps and requests, 0.2 for a quick look")
     add("--chat-warm", action="store_true", help="the system prompt is cached before the clock")
     add("--omp-wait", choices=["active", "passive"], help="OMP_WAIT_POLICY of the peers: passive "
-        "on a machine that is busy with something else, which spinning threads take badly")  # fmt: skip
+        "on a busy machine, which spinning threads take badly")  # fmt: skip
+    add("--keep-all", action="store_true", help="measure in every round also what was, in the "
+        f"rounds before, below {table.HOPELESS:g} of the row's best peer")  # fmt: skip
     add("--no-quality", action="store_true", help="leave the quality table out")
     add("--quality-only", action="store_true", help="nothing but the quality table")
     add("--quality-tokens", type=int, default=2048)
@@ -300,7 +314,9 @@ def header(found: dict[str, Any], run: Run) -> str:
     """What the machine is, what runs on it, and how quiet it was."""
     ceilings = "not probed"
     if run.read:
-        ceilings = f"memory {run.read / 1e9:.1f} GB/s, 8-bit products {run.multiply / 1e9:.0f} Gop/s"
+        ceilings = (
+            f"memory {run.read / 1e9:.1f} GB/s, 8-bit products {run.multiply / 1e9:.0f} Gop/s"
+        )
     lines = [
         f"{found['cpu']}, {run.threads} threads, {found['memory_gb']} GB; {found['system']}",
         f"flags: {' '.join(found['flags'])}",
@@ -345,7 +361,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         result = {
             "machine": found, "versions": run.versions, "read": run.read,
-            "multiply": run.multiply, "samples": run.samples, "goals": goals, "quality": rows,
+            "multiply": run.multiply, "samples": run.samples, "answers": run.answers,
+            "goals": goals, "quality": rows,
             "failures": run.failures, "command": sys.argv[1:],
         }  # fmt: skip
         args.json.write_text(json.dumps(result, indent=1) + "\n")

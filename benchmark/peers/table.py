@@ -10,6 +10,7 @@ from typing import Any
 from .works import Work
 
 OURS = "minisgl"
+HOPELESS = 0.7
 
 # variant name -> row name -> one value per round, None where it failed or was left out
 Samples = dict[str, dict[str, list[float | None]]]
@@ -62,6 +63,19 @@ def _is_memory_peer(name: str) -> bool:
     return name.startswith("llama.cpp") and name.endswith("shipped")
 
 
+def hopeless(work: Work, samples: Samples) -> list[str]:
+    """Peers so far below the best one of the row that they need no further round."""
+    best = best_peer(work, samples)
+    if best is None or work.is_lower_better:
+        return []
+    medians = {name: median_of(rows.get(work.name, [])) for name, rows in samples.items()}
+    return [
+        name
+        for name, value in medians.items()
+        if not name.startswith(OURS) and value is not None and value < HOPELESS * best[1]
+    ]
+
+
 def compare(work: Work, samples: Samples) -> Comparison:
     """Our median against the best peer's in one row."""
     mine = samples.get(OURS, {}).get(work.name, [])
@@ -77,7 +91,7 @@ def compare(work: Work, samples: Samples) -> Comparison:
 
 
 def verdict(work: Work, ratio: float | None, share: float | None) -> str:
-    """"aim", "must" or "below": what ratio and share of the ceiling reach together."""
+    """What ratio and share of the ceiling reach together: "aim", "must" or "below"."""
     if ratio is None:
         return "-"
 

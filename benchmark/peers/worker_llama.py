@@ -255,7 +255,7 @@ class Worker:
         is_shared = self._is_ik or self._shares_chat
         total = job["system"] + slots * (per_seq - job["system"]) if is_shared else per_seq
         self._open(total, slots + 1, is_shared)
-        for each in ({**job, "requests": 4, "seed": job["seed"] + 77}, job):
+        for each in (protocol.warm_up_chat(job), job):
             self.lib.clear(self.context)
             system, requests = protocol.make_chat(each)
             if job["is_warm"]:

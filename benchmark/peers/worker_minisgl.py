@@ -42,7 +42,9 @@ class Worker:
             **fields,
         )
         self.llm.step_listeners.append(
-            lambda record: self._steps.append((record.phase, time.perf_counter(), record.num_tokens))
+            lambda record: self._steps.append(
+                (record.phase, time.perf_counter(), record.num_tokens)
+            )
         )
         self._fields = fields
 
@@ -77,8 +79,7 @@ class Worker:
 
     def chat(self, job: dict[str, Any]) -> dict[str, Any]:
         self._open(max_running_req=job["at_once"])
-        warm = {**job, "requests": 4, "seed": job["seed"] + 77}
-        for each in (warm, job):
+        for each in (protocol.warm_up_chat(job), job):
             system, requests = protocol.make_chat(each)
             if job["is_warm"]:
                 self._generate([system], [1])
@@ -114,6 +115,7 @@ class Worker:
     def logits(self, job: dict[str, Any]) -> dict[str, Any]:
         """Logits at every position of a prompt, saved as float32; the engine is driven by hand."""
         import numpy as np
+
         from minisgl.core import Batch, Req
 
         self._open(max_running_req=32)

@@ -93,7 +93,7 @@ class Worker:
         return {"tokens": job["context"] * job["repeats"], "seconds": seconds}
 
     def chat(self, job: dict[str, Any]) -> dict[str, Any]:
-        for each in ({**job, "requests": 4, "seed": job["seed"] + 77}, job):
+        for each in (protocol.warm_up_chat(job), job):
             system, requests = protocol.make_chat(each)
             if job["is_warm"]:
                 self._run([system], [1])

@@ -71,9 +71,7 @@ class Worker:
                     temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False
                 )
                 self._next_id += 1
-                self.engine.add_request(
-                    str(self._next_id), {"prompt_token_ids": prompt}, params
-                )
+                self.engine.add_request(str(self._next_id), {"prompt_token_ids": prompt}, params)
                 running += 1
             outputs = self.engine.step()
             times.append(time.perf_counter())
@@ -98,7 +96,7 @@ class Worker:
         return {"tokens": job["context"] * job["repeats"], "seconds": seconds}
 
     def chat(self, job: dict[str, Any]) -> dict[str, Any]:
-        for each in ({**job, "requests": 4, "seed": job["seed"] + 77}, job):
+        for each in (protocol.warm_up_chat(job), job):
             system, requests = protocol.make_chat(each)
             if job["is_warm"]:
                 self._run([system], [1])

@@ -37,7 +37,7 @@ def _decode(streams: int, context: int, steps: int) -> dict[str, Any]:
     return {"work": "decode", "streams": streams, "context": context, "steps": steps}
 
 
-CHAT = {"work": "chat", "requests": 64, "at_once": 16, "system": 512, "user": 24, "output": 24}
+CHAT = {"work": "chat", "requests": 64, "at_once": 16, "system": 512, "user": 20, "output": 16}
 
 WORKS = (
     Work("decode-1", "decode, 1 stream, 64 tokens of context", _decode(1, 64, 48),
@@ -47,7 +47,7 @@ WORKS = (
     Work("prefill", "prefill, 512 tokens",
          {"work": "prefill", "context": 512, "repeats": 1}, 1.5, 2.0, 0.50, 0.60),
     Work("decode-8", "decode, 8 streams", _decode(8, 32, 24), 2.2, 3.0),
-    Work("decode-32", "decode, 32 streams", _decode(32, 32, 12), 2.6, 3.5),
+    Work("decode-32", "decode, 32 streams", _decode(32, 32, 10), 2.6, 3.5),
     Work("chat", "64 chats, one system prompt, 16 at a time", {**CHAT, "is_warm": False},
          3.0, 5.0, unit="requests/s"),
     Work("memory", "process memory at 2,048 tokens",

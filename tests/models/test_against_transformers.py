@@ -130,7 +130,8 @@ def test_a_decoded_row_hardly_depends_on_its_neighbours(tmp_path: Path) -> None:
 def test_storage_in_bfloat16_still_computes_in_float32(tmp_path: Path) -> None:
     reference = make_reference(*CASES["llama"], tmp_path).bfloat16().float()
     by_hand = ByHand(tmp_path, dtype=torch.bfloat16)
-    assert all(w.dtype == torch.bfloat16 for w in by_hand.model.state_dict().values())
+    for weight in by_hand.model.state_dict().values():  # vectors cost nothing and stay exact
+        assert weight.dtype == (torch.bfloat16 if weight.dim() > 1 else torch.float32)
     got = by_hand.logits(IDS)
     assert got.dtype == torch.float32
     # Only K and V are rounded on the way; everything else is as in the reference.

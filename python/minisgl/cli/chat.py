@@ -7,7 +7,7 @@ import argparse
 from minisgl.shell import Chat, run_repl
 
 from .options import sampling_params
-from .output import Stats, note, opened, write
+from .output import Stats, cut_hint, dim, note, opened, stream_out, write
 
 
 def run(args: argparse.Namespace) -> int:
@@ -17,9 +17,11 @@ def run(args: argparse.Namespace) -> int:
 
         def answer(text: str) -> None:
             stats = Stats()
-            for event in stats.watch(chat.ask(text)):
-                write(event.text)
+            stream_out(llm, args, stats.watch(chat.ask(text)))
             write("\n")
+            if stats.num_cut:
+                hint = cut_hint(stats.num_tokens, args.max_tokens, "; /reset begins anew")
+                note(dim(hint))
             if not args.quiet:
                 note(f"({stats.line()})")
 

@@ -9,9 +9,9 @@ import argparse
 import time
 
 from minisgl.params import SamplingParams
-from minisgl.shell import interruptible
+from minisgl.shell import EXIT_INTERRUPTED, interruptible
 
-from .output import Stats, note, opened, write
+from .output import Stats, note, opened, stream_out, write
 
 QUESTION = "What is the capital of France? Answer in one sentence."
 ANSWER_TOKENS = 64
@@ -21,13 +21,14 @@ def run(args: argparse.Namespace) -> int:
     """Ask the question and print the answer as it comes."""
     start = time.perf_counter()
     with opened(args) as llm:
-        note(f"loaded {args.model} in {time.perf_counter() - start:.1f} s")
+        if not args.quiet:
+            note(f"loaded {args.model} in {time.perf_counter() - start:.1f} s")
         write(f"\n> {QUESTION}\n\n")
         prompt = llm.chat_prompt([{"role": "user", "content": QUESTION}])
         stats = Stats()
         events = llm.stream([prompt], SamplingParams(max_tokens=ANSWER_TOKENS))
-        for event in stats.watch(interruptible(events)):
-            write(event.text)
-        write(f"\n\n{stats.line()}\n")
-        note("next: `minisgl chat` talks to it, `minisgl generate --help` shows more")
-    return 0
+        stream_out(llm, args, stats.watch(interruptible(events)))
+        write("\n" if args.quiet else f"\n\n{stats.line()}\n")
+        if not (args.quiet or stats.is_interrupted):
+            note("next: `minisgl chat` talks to it, `minisgl generate --help` shows more")
+    return EXIT_INTERRUPTED if stats.is_interrupted else 0

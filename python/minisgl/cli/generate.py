@@ -1,4 +1,4 @@
-"""`minisgl generate`: prompts in, answers out; one is streamed, several show a progress bar.
+"""`minisgl generate`: prompts in, answers out; one is streamed, several come one by one.
 
 May import everything below `cli`. Answers are printed in the order of their prompts.
 """
@@ -6,22 +6,24 @@ May import everything below `cli`. Answers are printed in the order of their pro
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from minisgl.llm import LLM, StreamEvent
-from minisgl.params import ConfigError, FinishReason
-from minisgl.shell import interruptible
+from minisgl.params import ConfigError, FinishReason, InvalidRequestError
+from minisgl.shell import EXIT_INTERRUPTED, interruptible
 
 from .options import sampling_params
-from .output import Stats, note, opened, write
+from .output import Stats, cut_hint, note, opened, stream_out, working, write
+from .prompts import read_prompts
 
-MAX_INPUT_BYTES = 64 << 20
+if TYPE_CHECKING:
+    from minisgl.llm import LLM, StreamEvent
+
 TITLE_WIDTH = 60
 
 
@@ -36,11 +38,12 @@ class _Answer:
     finish_reason: FinishReason | None = None
     error: str | None = None
 
-    def take(self, event: StreamEvent) -> None:
+    def take(self, event: StreamEvent) -> StreamEvent:
         self.pieces.append(event.text)
         self.token_ids += event.token_ids
         self.finish_reason = event.finish_reason
         self.error = event.error
+        return event
 
     def as_json(self) -> str:
         fields: dict[str, Any] = {
@@ -52,7 +55,8 @@ class _Answer:
         }
         if self.error is not None:
             fields["error"] = self.error
-        return json.dumps(fields, ensure_ascii=False)
+        is_utf8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"
+        return json.dumps(fields, ensure_ascii=not is_utf8)  # elsewhere \u00e9, so nothing is lost
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,51 +68,21 @@ def run(args: argparse.Namespace) -> int:
         inputs = [_model_input(llm, args, prompt) for prompt in prompts]
         answers = [_Answer(index, prompt) for index, prompt in enumerate(prompts)]
         stats = Stats()
-        events = stats.watch(interruptible(llm.stream(inputs, sampling_params(args))))
-        if args.json or len(prompts) > 1:
-            _print_many(args, answers, events)
-        else:
-            _print_one(answers[0], events)
-        if not args.quiet:
-            note(stats.line())
-    for answer in answers:
-        if answer.error is not None:
-            note(f"minisgl: prompt {answer.index}: {answer.error}")
-    return int(any(answer.error is not None for answer in answers))
-
-
-def read_prompts(args: argparse.Namespace) -> list[str]:
-    """The prompts: arguments, else the lines of a file, else all of standard input as one."""
-    if args.prompts and args.file:
-        raise ConfigError("give PROMPT or --file, not both")
-    prompts = list(args.prompts)
-    if args.file == "-":
-        prompts = _lines(_read(sys.stdin.buffer, "standard input"))
-    elif args.file:
         try:
-            with Path(args.file).open("rb") as stream:
-                prompts = _lines(_read(stream, args.file))
-        except OSError as error:
-            raise ConfigError(f"--file: {args.file}: {error.strerror}") from error
-    elif not prompts and not sys.stdin.isatty():
-        prompts = [_read(sys.stdin.buffer, "standard input").removesuffix("\n")]
-    if not any(prompts):
-        raise ConfigError("there is no prompt: give PROMPT, --file FILE, or pipe a text in")
-    return prompts
-
-
-def _read(stream: BinaryIO, name: str) -> str:
-    data = stream.read(MAX_INPUT_BYTES + 1)
-    if len(data) > MAX_INPUT_BYTES:
-        raise ConfigError(f"{name} holds more than {MAX_INPUT_BYTES >> 20} MiB")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not UTF-8 text: {error.reason}") from error
-
-
-def _lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()]
+            stream = llm.stream(inputs, sampling_params(args))
+        except InvalidRequestError as error:  # of a single prompt the number says nothing
+            is_single = len(prompts) == 1
+            text = str(error).removeprefix("prompt 0: ") if is_single else str(error)
+            raise InvalidRequestError(text, error.param) from error
+        events = stats.watch(interruptible(stream))
+        if args.json or len(prompts) > 1:
+            _print_many(llm, args, answers, events, stats)
+        else:
+            stream_out(llm, args, map(answers[0].take, events))
+            write("\n")
+        if not args.quiet:
+            _print_statistics(args, answers, stats)
+    return _exit_code(answers, stats)
 
 
 def _model_input(llm: LLM, args: argparse.Namespace, prompt: str) -> list[int]:
@@ -120,30 +94,32 @@ def _model_input(llm: LLM, args: argparse.Namespace, prompt: str) -> list[int]:
     return llm.chat_prompt(messages)
 
 
-def _print_one(answer: _Answer, events: Iterable[StreamEvent]) -> None:
-    for event in events:
-        answer.take(event)
-        write(event.text)
-    write("\n")
-
-
 def _print_many(
-    args: argparse.Namespace, answers: list[_Answer], events: Iterable[StreamEvent]
+    llm: LLM,
+    args: argparse.Namespace,
+    answers: list[_Answer],
+    events: Iterable[StreamEvent],
+    stats: Stats,
 ) -> None:
-    """Print each answer when it and all before it are complete."""
-    shows_bar = sys.stderr.isatty() and not args.quiet and len(answers) > 1
-    # A bar and answers on one terminal would overwrite each other: then answers come last.
-    comes_last = shows_bar and sys.stdout.isatty()
-    printed = 0
-    with _progress(len(answers), shows_bar) as advance:
+    """Print each answer when it and all before it are complete; after Ctrl-C all complete ones."""
+
+    def told(num_read: int, num_written: int) -> str:
+        done = sum(answer.finish_reason is not None for answer in answers)
+        line = f"{done} of {len(answers)} done, {num_read} tokens read, {num_written} written"
+        seconds = (time.perf_counter() - stats.start) / max(done, 1) * (len(answers) - done)
+        return f"{line}, {seconds:.0f} s to go" if done else line
+
+    num_printed = 0
+    with working(llm, args, told) as line:
         for event in events:
             answers[event.index].take(event)
-            advance(event)
-            while not comes_last and printed < len(answers) and answers[printed].finish_reason:
-                _print_answer(args, answers[printed])
-                printed += 1
-    for answer in answers[printed:]:
-        _print_answer(args, answer)
+            while num_printed < len(answers) and answers[num_printed].finish_reason:
+                with line.hidden():
+                    _print_answer(args, answers[num_printed])
+                num_printed += 1
+    for answer in answers[num_printed:]:
+        if answer.finish_reason is not None:
+            _print_answer(args, answer)
 
 
 def _print_answer(args: argparse.Namespace, answer: _Answer) -> None:
@@ -155,21 +131,21 @@ def _print_answer(args: argparse.Namespace, answer: _Answer) -> None:
     write(f"[{answer.index}] {title}\n{''.join(answer.pieces)}\n\n")
 
 
-@contextmanager
-def _progress(total: int, is_shown: bool) -> Iterator[Any]:
-    """A function that takes each event; with a bar of finished prompts if one is shown."""
-    if not is_shown:
-        yield lambda event: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+def _print_statistics(args: argparse.Namespace, answers: list[_Answer], stats: Stats) -> None:
+    if stats.is_interrupted:
+        done = sum(answer.finish_reason is not None for answer in answers)
+        several = f": {done} of {len(answers)} answers complete" if len(answers) > 1 else ""
+        note(f"(interrupted{several})")
+    if stats.num_cut and len(answers) == 1:
+        note(cut_hint(stats.num_tokens, args.max_tokens))
+    elif stats.num_cut:
+        note(f"({stats.num_cut} of {len(answers)} answers cut by --max-tokens or a full context)")
+    note(stats.line())
 
-    columns = ("prompts", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("prompts", total=total)
 
-        def advance(event: StreamEvent) -> None:
-            if event.finish_reason is not None:
-                bar.advance(task)
-
-        yield advance
+def _exit_code(answers: list[_Answer], stats: Stats) -> int:
+    failed = [answer for answer in answers if answer.error is not None]
+    for answer in failed:
+        number = f"prompt {answer.index}: " if len(answers) > 1 else ""
+        note(f"minisgl: {number}{answer.error}")
+    return EXIT_INTERRUPTED if stats.is_interrupted else int(bool(failed))

@@ -19,22 +19,64 @@ DEFAULT_MODEL = "default"
 DEFAULT_MAX_TOKENS = 512
 
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
-_ENGINE = (
-    "dtype",
-    "quant",
-    "device",
-    "num_threads",
-    "page_size",
-    "num_page_override",
-    "cpu_kv_cache_bytes",
-    "memory_ratio",
-    "max_running_req",
-    "max_seq_len_override",
-    "max_extend_tokens",
-    "cache_type",
-    "attention_backend",
-)
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from `512M`, `4G`, `1.5GiB` or a plain number."""
+    word = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = word[-1:] if word[-1:].isalpha() else ""
+    try:
+        return int(float(word.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 4G") from error
+
+
+_ENGINE = (  # field, its flags, type, what the value is called, help
+    ("dtype", "--dtype", str, "TYPE", "auto, float32, bfloat16 or float16"),
+    (
+        "quant",
+        "--quant",
+        str,
+        "HOW",
+        "auto: quantised files stay packed on a CPU; q8, q4: pack floats too; none",
+    ),
+    ("device", "--device", str, "NAME", "auto, cpu or cuda"),
+    ("num_threads", "--threads", int, "N", "CPU threads, 0: automatic"),
+    ("page_size", "--page-size", int, "N", "tokens per KV page"),
+    ("num_page_override", "--num-pages", int, "N", "pages of the KV pool"),
+    (
+        "cpu_kv_cache_bytes",
+        "--kv-memory",
+        parse_bytes,
+        "SIZE",
+        f"most memory of the KV pool on a CPU, as 512M or 4G (default {2 * GIB >> 30}G)",
+    ),
+    ("memory_ratio", "--memory-ratio", float, "R", "share of a GPU's memory"),
+    ("max_running_req", "--max-running-requests", int, "N", "most requests at a time"),
+    (
+        "max_seq_len_override",
+        "--max-seq-len-override",
+        int,
+        "N",
+        "longest request, prompt and answer",
+    ),
+    (
+        "max_extend_tokens",
+        "--max-prefill-length --max-extend-length",
+        int,
+        "N",
+        "most prompt tokens of one step",
+    ),
+    ("cache_type", "--cache-type", str, "TYPE", "radix or naive"),
+    (
+        "attention_backend",
+        "--attention-backend --attn",
+        str,
+        "NAME",
+        "auto, native (CPU kernels) or torch",
+    ),
+)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, shell: bool = False) -> None:
@@ -62,11 +104,6 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, shell: bool = False) 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that become arguments of `LLM`; what is not given stays out."""
     group = parser.add_argument_group("model and engine")
-    unset: Any = argparse.SUPPRESS
-
-    def add(*flags: str, dest: str, help: str, **kwargs: Any) -> None:
-        group.add_argument(*flags, dest=dest, default=unset, help=help, **kwargs)
-
     group.add_argument(
         "--model",
         "--model-path",
@@ -74,72 +111,21 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a folder, a .gguf file, a hub id, or default: SmolLM2-135M-Instruct",
     )
-    add("--dtype", dest="dtype", metavar="TYPE", help="auto, float32, bfloat16 or float16")
-    add(
-        "--quant",
-        dest="quant",
-        metavar="HOW",
-        help="auto: quantised files stay packed on a CPU; q8, q4: pack floats too; none",
-    )
-    add("--device", dest="device", metavar="NAME", help="auto, cpu or cuda")
-    add("--threads", dest="num_threads", type=int, metavar="N", help="CPU threads, 0: automatic")
-    add("--page-size", dest="page_size", type=int, metavar="N", help="tokens per KV page")
-    add("--num-pages", dest="num_page_override", type=int, metavar="N", help="pages of the KV pool")
-    add(
-        "--kv-memory",
-        dest="cpu_kv_cache_bytes",
-        type=parse_bytes,
-        metavar="SIZE",
-        help=f"most memory of the KV pool on a CPU, as 512M or 4G (default {2 * GIB >> 30}G)",
-    )
-    add(
-        "--memory-ratio",
-        dest="memory_ratio",
-        type=float,
-        metavar="R",
-        help="share of a GPU's memory",
-    )
-    add(
-        "--max-running-requests",
-        dest="max_running_req",
-        type=int,
-        metavar="N",
-        help="most requests at a time",
-    )
-    add(
-        "--max-seq-len-override",
-        dest="max_seq_len_override",
-        type=int,
-        metavar="N",
-        help="longest request, prompt and answer",
-    )
-    add(
-        "--max-prefill-length",
-        "--max-extend-length",
-        dest="max_extend_tokens",
-        type=int,
-        metavar="N",
-        help="most prompt tokens of one step",
-    )
-    add("--cache-type", dest="cache_type", metavar="TYPE", help="radix or naive")
-    add(
-        "--attention-backend",
-        "--attn",
-        dest="attention_backend",
-        metavar="NAME",
-        help="auto, native (CPU kernels) or torch",
-    )
+    for dest, flags, kind, metavar, text in _ENGINE:
+        group.add_argument(
+            *flags.split(),
+            dest=dest,
+            type=kind,
+            metavar=metavar,
+            default=argparse.SUPPRESS,
+            help=text,
+        )
     group.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes from `512M`, `4G`, `1.5GiB` or a plain number."""
-    word = text.strip().upper().removesuffix("IB").removesuffix("B")
-    unit = word[-1:] if word[-1:].isalpha() else ""
-    try:
-        return int(float(word.removesuffix(unit)) * _UNITS[unit])
-    except (ValueError, KeyError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 4G") from error
+def add_quiet_flag(parser: argparse.ArgumentParser) -> None:
+    """Add `-q`, which every subcommand that talks has."""
+    parser.add_argument("-q", "--quiet", action="store_true", help="no statistics, no progress")
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -152,13 +138,14 @@ def check_sampling(args: argparse.Namespace) -> None:
     try:
         sampling_params(args).validate()
     except InvalidRequestError as error:
-        flag = "--" + (error.param or "").replace("_", "-")
-        raise ConfigError(f"{flag}: {error}") from error
+        field = error.param or ""
+        flag = "--" + field.replace("_", "-")
+        raise ConfigError(f"{flag} {str(error).removeprefix(field).lstrip()}") from error
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `LLM` that were given, checked."""
-    options = {name: getattr(args, name) for name in _ENGINE if name in args}
+    options = {name: getattr(args, name) for name, *_ in _ENGINE if name in args}
     SchedulerConfig(model_path=args.model, **options)  # raises before torch is loaded
     return options
 

@@ -1,23 +1,28 @@
 """What the subcommands share when they talk: opening the model, streaming text, statistics.
 
-May import everything below `cli`. Answers go to standard output, all else to standard error.
+May import everything below `cli`; what needs torch is imported when the model is opened. Answers go
+to standard output, all else to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from minisgl.llm import LLM, StreamEvent
+from minisgl.params import FinishReason
 
 from .options import engine_options, set_log_level
+from .progress import LiveLine
 
-ProgressFn = Callable[[int, int], None]
-SLOW_LOAD_SECONDS = 1.0
+if TYPE_CHECKING:
+    from minisgl.llm import LLM, StreamEvent
+    from minisgl.scheduler import StepRecord
 
 # Control characters but tab, newline and carriage return: a model must not steer the terminal.
 _UNPRINTABLE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")
@@ -28,18 +33,24 @@ class Stats:
     """Counts and times of one call; seconds on a clock that only goes forward."""
 
     num_tokens: int = 0
+    num_cut: int = 0
     start: float = field(default_factory=time.perf_counter)
     first: float | None = None
     last: float | None = None
+    is_interrupted: bool = False
 
     def watch(self, events: Iterable[StreamEvent]) -> Iterator[StreamEvent]:
-        """Pass `events` on, counting."""
-        for event in events:
-            self.last = time.perf_counter()
-            if event.token_ids and self.first is None:
-                self.first = self.last
-            self.num_tokens += len(event.token_ids)
-            yield event
+        """Pass `events` on, counting; Ctrl-C ends them, and is remembered."""
+        try:
+            for event in events:
+                self.last = time.perf_counter()
+                if event.token_ids and self.first is None:
+                    self.first = self.last
+                self.num_tokens += len(event.token_ids)
+                self.num_cut += event.finish_reason is FinishReason.LENGTH
+                yield event
+        except KeyboardInterrupt:
+            self.is_interrupted = True
 
     @property
     def tokens_per_second(self) -> float:
@@ -62,35 +73,67 @@ def opened(args: argparse.Namespace) -> Iterator[LLM]:
     """The `LLM` that the flags describe, shut down at the end; an error ends the process anyway."""
     set_log_level(args)
     options = {"dtype": "auto", **engine_options(args)}
-    with _load_progress() as progress:
+    percent = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal percent
+        percent = 100 * done // max(total, 1)
+
+    def told() -> str:
+        return "" if percent < 0 else f"loading the model: {percent} %"
+
+    with LiveLine(told, _wants_progress(args)):
+        from minisgl.llm import LLM
+
         llm = LLM(args.model, progress=progress, **options)
     yield llm
     llm.shutdown()
 
 
 @contextmanager
-def _load_progress() -> Iterator[ProgressFn | None]:
-    """A progress bar for a load that takes its time, on a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress
+def working(
+    llm: LLM, args: argparse.Namespace, told: Callable[[int, int], str]
+) -> Iterator[LiveLine]:
+    """A live line about a stream. told: the line, from tokens read and tokens written so far."""
+    num_read = num_written = 0
 
-    start = time.perf_counter()
-    columns = ("loading the model", BarColumn(), DownloadColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task("load", total=None)
+    def count(step: StepRecord) -> None:
+        nonlocal num_read, num_written
+        if step.phase == "prefill":
+            num_read += step.num_tokens
+        else:
+            num_written += step.num_tokens
 
-    def progress(done: int, total: int) -> None:
-        if time.perf_counter() - start > SLOW_LOAD_SECONDS:
-            bar.start()
-            bar.update(task, completed=done, total=total)
-
+    llm.step_listeners.append(count)
     try:
-        yield progress
+        with LiveLine(lambda: told(num_read, num_written), _wants_progress(args)) as line:
+            yield line
     finally:
-        bar.stop()
+        llm.step_listeners.remove(count)
+
+
+def stream_out(llm: LLM, args: argparse.Namespace, events: Iterable[StreamEvent]) -> None:
+    """Write one answer as it comes; until it begins, a live line says that the prompt is read."""
+
+    def told(num_read: int, num_written: int) -> str:
+        return "reading the prompt" + (f": {num_read} tokens" if num_read else "")
+
+    with working(llm, args, told) as line:
+        for event in events:
+            if event.text:
+                line.close()
+                write(event.text)
+
+
+def _wants_progress(args: argparse.Namespace) -> bool:
+    return not (args.quiet or args.verbose)  # log lines would break it
+
+
+def cut_hint(num_tokens: int, max_tokens: int, way_out: str = "") -> str:
+    """Why an answer of `num_tokens` was cut. way_out: from a context that is full."""
+    if num_tokens >= max_tokens:
+        return f"(cut at --max-tokens {max_tokens})"
+    return f"(cut: the context is full{way_out})"
 
 
 def write(text: str) -> None:
@@ -102,3 +145,9 @@ def write(text: str) -> None:
 def note(text: str) -> None:
     """A line to the human, beside the answer."""
     print(text, file=sys.stderr, flush=True)
+
+
+def dim(text: str) -> str:
+    """The text in a faint colour, where there are colours."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    return text if plain or not sys.stderr.isatty() else f"\x1b[2m{text}\x1b[0m"

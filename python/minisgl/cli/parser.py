@@ -7,7 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from minisgl.cli.options import add_engine_flags, add_sampling_flags, check_sampling
+from minisgl.cli.options import (
+    add_engine_flags,
+    add_quiet_flag,
+    add_sampling_flags,
+    check_sampling,
+)
 
 DESCRIPTION = "Run large language models on this machine, on a CPU or a GPU."
 
@@ -49,6 +54,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and where help is, and exit with code 2."""
         message = message.removeprefix("argument ")
+        message = message.replace("invalid int value:", "must be a whole number, not")
+        message = message.replace("invalid float value:", "must be a number, not")
+        if message.endswith("expected one argument"):
+            message += "; one that begins with - is given as --flag=-value"
         print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
@@ -103,15 +112,20 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
         help=summary,
         epilog=GENERATE_EXAMPLES,
         description=f"{summary[0].upper()}{summary[1:]}. Without PROMPT and -f, all of standard "
-        "input is one prompt.",
+        "input is one prompt. Several prompts are answered together and printed in their order.",
     )
     parser.set_defaults(module="minisgl.cli.generate")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="each is answered on its own")
-    parser.add_argument("-f", "--file", metavar="FILE", help="one prompt per line; - is stdin")
+    parser.add_argument(
+        "-f",
+        "--file",
+        metavar="FILE",
+        help="one prompt per line, blank lines are skipped; - is stdin",
+    )
     parser.add_argument("--chat", action="store_true", help="use the model's chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no statistics, no progress bar")
+    add_quiet_flag(parser)
     add_sampling_flags(parser)
     add_engine_flags(parser)
 
@@ -127,7 +141,7 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.set_defaults(module="minisgl.cli.chat")
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("-q", "--quiet", action="store_true", help="no statistics")
+    add_quiet_flag(parser)
     add_sampling_flags(parser, shell=True)
     add_engine_flags(parser)
 
@@ -140,4 +154,5 @@ def _add_demo(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Ask a model what the capital of France is, and tell how fast it answers.",
     )
     parser.set_defaults(module="minisgl.cli.demo")
+    add_quiet_flag(parser)
     add_engine_flags(parser)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from minisgl.llm import LLM, StreamEvent
-from minisgl.params import EngineError, SamplingParams
+from minisgl.params import EngineError, InvalidRequestError, SamplingParams
+
+if TYPE_CHECKING:
+    from minisgl.llm import LLM, StreamEvent
 
 
 class Chat:
@@ -45,7 +47,10 @@ class Chat:
         """
         question = self._message("user", text)
         prompt = self.llm.chat_prompt([*self.messages, question])
-        events = self.llm.stream([prompt], self.sampling)
+        try:
+            events = self.llm.stream([prompt], self.sampling)
+        except InvalidRequestError as error:
+            raise self._refusal(error) from error
         self.is_stopped = False
         pieces: list[str] = []
         with closing(cast("Generator[StreamEvent, None, None]", events)):
@@ -57,6 +62,13 @@ class Chat:
                 if self.is_stopped:
                     break
         self.messages += [question, self._message("assistant", "".join(pieces))]
+
+    def _refusal(self, error: InvalidRequestError) -> InvalidRequestError:
+        """The error in the words of a chat, where there is one prompt and a way to shorten it."""
+        text = str(error).removeprefix("prompt 0: ")
+        if error.param == "prompt" and len(self.messages) > (self.system is not None):
+            text = f"/reset begins anew, this conversation cannot go on: {text}"
+        return InvalidRequestError(text, error.param)
 
     @staticmethod
     def _message(role: str, content: str) -> dict[str, str]:

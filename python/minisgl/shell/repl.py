@@ -46,7 +46,7 @@ def run_repl(chat: Chat, answer: Callable[[str], None], note: Callable[[str], No
                 answer(text)
         except MinisglError as error:
             failed = True
-            note(f"minisgl: {error} (/reset forgets the conversation)")
+            note(f"minisgl: {error}")
     return int(failed and not is_terminal)
 
 
@@ -93,4 +93,4 @@ def _terminal_lines() -> Iterator[str]:
 def _piped_lines() -> Iterator[str]:
     """Lines of a pipe or a file; bytes that are no text become a replacement character."""
     while data := sys.stdin.buffer.readline(MAX_LINE_CHARS):
-        yield data.decode("utf-8", errors="replace")
+        yield data.decode("utf-8-sig", errors="replace")  # without a byte order mark

@@ -1,0 +1,142 @@
+"""Help and mistakes: one clear line for each, before anything is loaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from minisgl.cli.options import parse_bytes
+
+from tests.cli.scripted import ScriptedLLM, exit_code
+
+
+def test_help_of_every_command_teaches_by_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["generate", "--help"], ["chat", "--help"]):
+        assert exit_code(*argv) == 0
+        assert "examples:\n  minisgl " in capsys.readouterr().out
+    assert exit_code("demo", "-h") == 0
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out.startswith("minisgl 0.")
+
+
+MISTAKES = [
+    (["nothing"], "nothing"),
+    (["generate", "x", "--max-token", "5"], "--max-token"),
+    (["generate", "x", "--max-tokens", "many"], "--max-tokens"),
+    (["generate", "x", "--max-tokens", "0"], "--max-tokens"),
+    (["generate", "x", "--temperature", "-1"], "--temperature"),
+    (["generate", "x", "--temperature", "nan"], "--temperature"),
+    (["generate", "x", "--top-p", "0"], "--top-p"),
+    (["generate", "x", "--top-k", "0"], "--top-k"),
+    (["generate", "x", "--min-p", "2"], "--min-p"),
+    (["generate", "x", "--seed", str(2**70)], "--seed"),
+    (["generate", "x", "--stop", ""], "--stop"),
+    (["generate", "x", "--threads", "-1"], "--threads"),
+    (["generate", "x", "--page-size", "0"], "--page-size"),
+    (["generate", "x", "--num-pages", "0"], "--num-pages"),
+    (["generate", "x", "--kv-memory", "lots"], "--kv-memory"),
+    (["generate", "x", "--kv-memory", "0"], "--kv-memory"),
+    (["generate", "x", "--memory-ratio", "3"], "--memory-ratio"),
+    (["generate", "x", "--max-running-requests", "0"], "--max-running-requests"),
+    (["generate", "x", "--max-seq-len-override", "1"], "--max-seq-len-override"),
+    (["generate", "x", "--max-prefill-length", "0"], "--max-prefill-length"),
+    (["generate", "x", "--cache-type", "lru"], "--cache-type"),
+    (["generate", "x", "--device", "tpu"], "--device"),
+    (["generate", "x", "--model", ""], "--model"),
+    (["generate", "x", "--system", "s"], "--chat"),
+    (["generate", "x", "-f", "y"], "--file"),
+    (["generate", "x", ""], "PROMPT 2 of 2 is empty"),
+    (["generate", "x", "--kv-memory", "-1G"], "--flag=-value"),
+    (["generate", "x", "--kv-memory=-1G"], "--kv-memory must"),
+    (["generate", "-f", "/no/such/file"], "--file: /no/such/file"),
+    (["generate", "-f", "/"], "--file: /"),
+    (["chat", "--top-p", "7"], "--top-p"),
+    (["demo", "--page-size", "-2"], "--page-size"),
+]
+
+
+@pytest.mark.parametrize(("argv", "named"), MISTAKES, ids=lambda v: "_".join(v)[:50])
+def test_a_mistake_is_one_line_that_names_the_flag(
+    argv: list[str], named: str, scripted: list[ScriptedLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*argv) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert named in err and err.startswith("minisgl")
+    assert scripted == []  # found before anything was loaded
+
+
+def test_a_model_that_is_not_there_is_one_line_and_code_1(
+    scripted: list[ScriptedLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("generate", "x", "--model", "missing") == 1
+    err = capsys.readouterr().err
+    assert err == "minisgl: there is no model at 'missing': pass a folder\n"
+
+
+def test_no_prompt_at_all_is_a_mistake(
+    scripted: list[ScriptedLLM], piped: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for data in (b"", b"\n"):
+        piped(data)
+        assert exit_code("generate") == 2
+        assert "there is no prompt" in capsys.readouterr().err
+
+
+def test_a_refused_prompt_is_one_line_and_code_1(
+    scripted: list[ScriptedLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("generate", "too-long") == 1
+    assert capsys.readouterr().err == "minisgl: the prompt has too many tokens\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("512M", 512 << 20), ("1.5GiB", 3 << 29), (" 4g ", 4 << 30), ("7KB", 7 << 10)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--max-tokens", "0"], "minisgl: --max-tokens must be in 1 to "),
+        (["--top-p", "0"], "minisgl: --top-p must be above 0"),
+        (["--page-size", "0"], "minisgl: --page-size must be a whole number of 1 to "),
+        (["--max-tokens", "1e9"], "minisgl generate: --max-tokens: must be a whole number, not "),
+        (["--top-p", "x"], "minisgl generate: --top-p: must be a number, not 'x'"),
+    ],
+)
+def test_a_mistake_names_its_flag_once(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("generate", "x", *argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(said) and err.count(argv[0]) == 1
+    assert argv[0][2:].replace("-", "_") + " " not in err
+
+
+def test_no_prompt_on_a_terminal_is_a_mistake(
+    scripted: list[ScriptedLLM],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert exit_code("generate") == 2
+    assert "there is no prompt" in capsys.readouterr().err
+    assert scripted == []
+
+
+def test_the_number_of_a_prompt_is_told_where_there_are_several(
+    scripted: list[ScriptedLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("generate", "too-long", "b") == 1
+    assert capsys.readouterr().err == "minisgl: prompt 0: the prompt has too many tokens\n"
+    assert exit_code("generate", "-q", "fail") == 1
+    assert capsys.readouterr().err == "minisgl: the forward pass failed\n"
