@@ -76,7 +76,9 @@ class EngineConfig:
 
     `cpu_kv_cache_bytes` bounds the KV pool on a CPU, `memory_ratio` the share of a GPU's memory
     that weights and KV may take; `num_page_override` sets the number of pages directly.
-    `num_threads` 0 follows the process's CPU affinity and its cgroup.
+    `num_threads` 0 follows the process's CPU affinity and its cgroup. `quant` "auto" keeps
+    quantised files packed on a CPU unless `dtype` is float32 by name; "none" makes floats of them;
+    "q4" and "q8" also pack float files.
     """
 
     model_path: str
@@ -112,6 +114,18 @@ class EngineConfig:
         )
         _check_word("attention_backend", "--attention-backend", self.attention_backend)
         _check_word("moe_backend", "--moe-backend", self.moe_backend)
+        _require(
+            self.quant in (AUTO, "none", "q4", "q8"),
+            f"quant (--quant) must be auto, none, q4 or q8, got {shown(self.quant)}",
+        )
+        _require(
+            isinstance(self.use_dummy_weight, bool),
+            f"use_dummy_weight must be True or False, got {shown(self.use_dummy_weight)}",
+        )
+        _require(
+            isinstance(self.tp_info, DistributedInfo),
+            f"tp_info must be a DistributedInfo, got {shown(self.tp_info)}",
+        )
         _check_int("page_size", "--page-size", self.page_size, 1, MAX_PAGE_SIZE)
         _check_int(
             "max_running_req", "--max-running-requests", self.max_running_req, 1, MAX_RUNNING_REQ
@@ -139,7 +153,12 @@ class EngineConfig:
         flag = "--cuda-graph-max-bs"
         if self.cuda_graph_max_bs is not None:
             _check_int("cuda_graph_max_bs", flag, self.cuda_graph_max_bs, 0, MAX_GRAPH_BATCH_SIZE)
-        for size in self.cuda_graph_bs or ():
+        sizes = self.cuda_graph_bs or []
+        _require(
+            isinstance(sizes, (list, tuple)),
+            f"cuda_graph_bs must be a list of batch sizes, got {shown(sizes)}",
+        )
+        for size in sizes:
             _check_int("cuda_graph_bs", flag, size, 1, MAX_GRAPH_BATCH_SIZE)
         _check_float("distributed_timeout", "--timeout", self.distributed_timeout, 86400.0)
         _check_int("distributed_port", "--distributed-port", self.distributed_port, 0, 65535)

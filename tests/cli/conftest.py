@@ -27,7 +27,11 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
 
 
 @pytest.fixture
-def terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Standard error is a terminal, and the live line comes at once."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("minisgl.cli.progress.QUIET_SECONDS", 0.01)
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """To be called in the test: standard error is a terminal, and the live line comes at once."""
+
+    def patch() -> None:
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        monkeypatch.setattr("minisgl.cli.progress.QUIET_SECONDS", 0.01)
+
+    return patch

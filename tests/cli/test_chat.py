@@ -106,10 +106,11 @@ def test_the_shell_takes_its_defaults_from_the_environment(
 def test_an_answer_that_was_cut_says_why(
     scripted: list[ScriptedLLM],
     piped: Callable[[bytes], None],
-    terminal: None,
+    on_terminal: Callable[[], None],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    on_terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     piped(b"a cut b\n")
@@ -135,9 +136,10 @@ def test_a_conversation_that_is_too_long_names_the_way_out_first(
 def test_a_long_wait_in_a_chat_is_told(
     scripted: list[ScriptedLLM],
     piped: Callable[[bytes], None],
-    terminal: None,
+    on_terminal: Callable[[], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    on_terminal()
     piped(b"\xef\xbb\xbfslow start\n")  # begins as an editor on Windows begins a file
     assert exit_code("chat") == 0
     assert scripted[0].calls[0][0] == ["user:slow start"]

@@ -89,7 +89,7 @@ def test_input_beyond_the_bound_is_a_mistake(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("minisgl.cli.generate.MAX_INPUT_BYTES", 1 << 20)
+    monkeypatch.setattr("minisgl.cli.prompts.MAX_INPUT_BYTES", 1 << 20)
     piped(b"x" * (1 << 20))
     assert exit_code("generate", "-q") == 0
     piped(b"x" * ((1 << 20) + 1))
@@ -238,8 +238,9 @@ def test_what_was_cut_by_its_length_is_told(
 
 
 def test_a_long_wait_for_the_first_token_is_told_and_leaves_no_trace(
-    scripted: list[ScriptedLLM], terminal: None, capsys: pytest.CaptureFixture[str]
+    scripted: list[ScriptedLLM], on_terminal: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    on_terminal()
     assert exit_code("generate", "slow two") == 0
     out, err = capsys.readouterr()
     told, blank, rest = err.split("\r")[2:]
@@ -249,8 +250,9 @@ def test_a_long_wait_for_the_first_token_is_told_and_leaves_no_trace(
 
 
 def test_many_prompts_tell_that_tokens_come(
-    scripted: list[ScriptedLLM], terminal: None, capsys: pytest.CaptureFixture[str]
+    scripted: list[ScriptedLLM], on_terminal: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    on_terminal()
     assert exit_code("generate", "a b slow", "c") == 0
     out, err = capsys.readouterr()
     assert out == "[0] a b slow\nA B SLOW\n\n[1] c\nC\n\n"
@@ -261,10 +263,11 @@ def test_many_prompts_tell_that_tokens_come(
 def test_the_live_line_is_for_a_terminal_and_can_be_silenced(
     flags: list[str],
     scripted: list[ScriptedLLM],
-    terminal: None,
+    on_terminal: Callable[[], None],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    on_terminal()
     if not flags:
         monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
     assert exit_code("generate", "slow", *flags) == 0
@@ -273,10 +276,12 @@ def test_the_live_line_is_for_a_terminal_and_can_be_silenced(
 
 def test_loading_is_told_once_its_size_is_known(
     scripted: list[ScriptedLLM],
-    terminal: None,
+    on_terminal: Callable[[], None],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    on_terminal()
+
     def load(model: str, progress: Callable[[int, int], None], **options: Any) -> ScriptedLLM:
         monkeypatch.setattr("minisgl.cli.progress.REDRAW_SECONDS", 0.01)
         time.sleep(0.1)

@@ -164,6 +164,13 @@ class Engine:
                 "cpu_kv_cache_bytes (--kv-memory) or num_page_override (--num-pages)"
             ) from error
         configured = config.max_seq_len_override or model.rotary_config.max_position
+        if configured > model.rotary_config.max_position:
+            logger.warning(
+                "max_seq_len_override (--max-seq-len-override) %d is beyond the %d positions that "
+                "the model was trained for: expect noise there",
+                configured,
+                model.rotary_config.max_position,
+            )
         self.max_seq_len = min(configured, self.num_pages * page_size)
         self.page_table = torch.zeros(
             (config.max_running_req + 1, align_ceil(self.max_seq_len, page_size)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class LLM(Scheduler):
     """A model that answers in this process.
 
     model_path: a Hugging Face folder, a GGUF file, a hub id, or "default". Further keyword
-    arguments are the fields of `SchedulerConfig`. progress: called with (bytes done, bytes in all)
+    arguments are the fields of `SchedulerConfig`. dtype: how float weights, K and V are stored;
+    "auto" suits the device, float32 is exact. progress: called with (bytes done, bytes in all)
     while weights load. Raises `ConfigError` or `ModelLoadError`.
     """
 
@@ -55,6 +57,8 @@ class LLM(Scheduler):
         self._answers: dict[int, Answer] = {}
         self._events: deque[StreamEvent] = deque()
         self._is_streaming = False
+        self._num_calls = 0
+        self._call_lock = Lock()
         super().__init__(
             config, engine, _OfflineIO(self), eos_token_ids=self.tokenizer.eos_token_ids
         )
@@ -70,8 +74,7 @@ class LLM(Scheduler):
         `InvalidRequestError` (a `ValueError`) before any work if one of them cannot run. An answer
         that failed on the way has "finish_reason" "error" and the reason under "error".
         """
-        events = self.stream(prompts, sampling_params)
-        answers = list(self._answers.values())
+        answers, events = self._begin(prompts, sampling_params)
         for _ in events:
             pass
         return [answer.result() for answer in answers]
@@ -83,20 +86,34 @@ class LLM(Scheduler):
     ) -> Iterator[StreamEvent]:
         """Like `generate`, piece by piece, as soon as a token makes whole characters.
 
-        The requests are checked at once; closing the iterator early ends what is left of them.
+        The requests are checked at once; closing the iterator early ends what is left of them. One
+        stream runs at a time, and a later call takes the place of a stream that has not begun.
         """
+        return self._begin(prompts, sampling_params)[1]
+
+    def _begin(
+        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> tuple[list[Answer], Iterator[StreamEvent]]:
+        """Check the requests of one call and put them in the inbox."""
+        self._check_alive()
+        msgs = self._make_requests(prompts, sampling_params)
+        with self._call_lock:
+            self._check_free()
+            self.reset()
+            answers = [Answer(msg.uid, self.tokenizer, msg.sampling_params.stop) for msg in msgs]
+            self._answers = {answer.index: answer for answer in answers}
+            self._inbox = list(msgs)
+            self._events.clear()
+            self._num_calls += 1
+            return answers, self._run(self._num_calls)
+
+    def _check_alive(self) -> None:
         if not hasattr(self, "engine"):
             raise InvalidRequestError("this LLM was shut down: make a new one")
+
+    def _check_free(self) -> None:
         if self._is_streaming:
             raise InvalidRequestError("this LLM is busy: finish or close the stream that it runs")
-        msgs = self._make_requests(prompts, sampling_params)
-        self.reset()
-        self._answers = {
-            msg.uid: Answer(msg.uid, self.tokenizer, msg.sampling_params.stop) for msg in msgs
-        }
-        self._inbox = list(msgs)
-        self._events.clear()
-        return self._run()
 
     def chat_prompt(self, messages: list[dict[str, Any]], **template_args: Any) -> list[int]:
         """Token ids of a conversation in the model's own format, ready for its next answer."""
@@ -104,17 +121,23 @@ class LLM(Scheduler):
             messages, add_generation_prompt=True, tokenize=True, **template_args
         )
 
-    def _run(self) -> Iterator[StreamEvent]:
-        self._is_streaming = True
+    def _run(self, call: int) -> Iterator[StreamEvent]:
+        with self._call_lock:
+            self._check_alive()
+            self._check_free()
+            if call != self._num_calls:
+                raise InvalidRequestError("a later call has taken the place of this stream")
+            self._is_streaming = True
         try:
             for _ in self._turns():
                 while self._events:
                     yield self._events.popleft()
+                    self._check_alive()
             self.run_when_idle()
         finally:
             self._is_streaming = False
             self._inbox.clear()
-            if not self.is_idle:
+            if hasattr(self, "engine") and not self.is_idle:
                 self.reset()
 
     def _turns(self) -> Iterator[None]:
@@ -175,7 +198,9 @@ class LLM(Scheduler):
         try:
             return UserMsg(uid, ids, params)
         except (MessageError, ValueError, TypeError, RuntimeError) as error:
-            raise InvalidRequestError(f"cannot be used as token ids: {error}", "prompt") from error
+            raise InvalidRequestError(
+                f"a prompt is a text or a list of token ids: {error}", "prompt"
+            ) from error
 
     def offline_receive_msg(self, blocking: bool = False) -> list[BaseBackendMsg]:
         """What `generate` has for the scheduler: all prompts at once, later the aborts."""
@@ -193,8 +218,14 @@ class LLM(Scheduler):
             if answer.finish_reason is FinishReason.STOP and not reply.finished:
                 self._inbox.append(AbortBackendMsg(reply.uid))
 
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
     def shutdown(self) -> None:
-        """Free everything; the object cannot be used afterwards."""
+        """Free everything; the object cannot be used afterwards. `with LLM(...)` does it too."""
         if not hasattr(self, "engine"):
             return
         super().shutdown()

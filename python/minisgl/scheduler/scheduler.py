@@ -209,7 +209,7 @@ class Scheduler:
             return None
         try:
             forward_input = self._prepare_batch(batch)
-        except Exception as error:
+        except BaseException as error:
             self._fail_batch(batch, error)
             return None
         self._schedule_seconds = time.perf_counter() - start
@@ -240,8 +240,6 @@ class Scheduler:
                 output = self._forward(forward_input)
         except BaseException as error:
             self._fail_batch(batch, error)
-            if not isinstance(error, Exception):
-                raise  # Ctrl-C passes, but leaves nothing half-done
             return None
         for req in batch.reqs:
             self._num_in_flight[req] = self._num_in_flight.get(req, 0) + 1
@@ -380,13 +378,19 @@ class Scheduler:
         return None
 
     def _fail_batch(self, batch: Batch, error: BaseException) -> None:
-        """A step that could not be launched: its requests end with an error, the rest go on."""
-        logger.error("a step of %d requests failed", batch.size, exc_info=error)
+        """A step that could not be launched: its requests end with an error, the rest go on.
+
+        What is no failure of the step (Ctrl-C) is raised again when nothing is left half-done.
+        """
+        if isinstance(error, Exception):
+            logger.error("a step of %d requests failed", batch.size, exc_info=error)
         message = f"the forward pass failed: {type(error).__name__}: {error}"
         for req in batch.reqs:
             self.prefill_manager.abort_req(req.uid)
             self._end_req(req, FinishReason.ERROR)
             self._reply(req.uid, NO_TOKEN, FinishReason.ERROR, message)
+        if not isinstance(error, Exception):
+            raise error
 
     def reset(self) -> None:
         """End every request without a reply and take everything back, whatever was in flight."""
