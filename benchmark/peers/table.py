@@ -10,7 +10,7 @@ from typing import Any
 from .works import Work
 
 OURS = "minisgl"
-HOPELESS = 0.7
+HOPELESS = 0.6
 
 # variant name -> row name -> one value per round, None where it failed or was left out
 Samples = dict[str, dict[str, list[float | None]]]

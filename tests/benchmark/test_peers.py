@@ -65,9 +65,9 @@ def test_a_verdict_needs_the_ratio_and_the_share(
 
 
 def test_only_peers_far_behind_are_left_out_of_further_rounds() -> None:
-    found = samples(ours=[1.0], lc=[69.0], ik=[100.0])
+    found = samples(ours=[1.0], lc=[59.0], ik=[100.0])
     assert table.hopeless(FAST, found) == ["llama.cpp shipped"]
-    assert table.hopeless(FAST, samples(ours=[1.0], lc=[71.0], ik=[100.0])) == []
+    assert table.hopeless(FAST, samples(ours=[1.0], lc=[61.0], ik=[100.0])) == []
     assert table.hopeless(FAST, samples(ours=[], lc=[], ik=[])) == []
 
 
