@@ -31,6 +31,13 @@ TITLES = {"lc": "llama.cpp", "ik": "ik_llama.cpp", "ik-wheel": "ik_llama.cpp (wh
 SCRIPTS = {"lc": "worker_llama.py", "ik": "worker_llama.py", "ik-wheel": "worker_llama.py",
            "ov": "worker_openvino.py", "vllm": "worker_vllm.py"}  # fmt: skip
 SHIPPED = "shipped"
+# libgomp's own limit is some 20 ms, an eternity if the other thread was sent to sleep meanwhile.
+OMP_WAITS = {
+    "short": {"GOMP_SPINCOUNT": "5000"},
+    "active": {"OMP_WAIT_POLICY": "active"},
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+}
+LAST_SECONDS = 75.0  # what memory and quality take
 LOAD_SECONDS, JOB_SECONDS = 300.0, 180.0
 PYTHON_DIR = Path(__file__).resolve().parents[2] / "python"
 
@@ -66,10 +73,10 @@ class Run:
         self.versions: dict[str, str] = {}
         self.read = self.multiply = 0.0
         self.environ = envs.clean_environ()
-        if args.omp_wait:
-            self.environ["OMP_WAIT_POLICY"] = args.omp_wait
+        self.environ.update(OMP_WAITS[args.omp_wait])
         self.samples: Samples = {}
         self.answers: list[dict[str, Any]] = []
+        self.num_rounds = 0
 
     def say(self, text: str) -> None:
         """One line of progress, on stderr."""
@@ -154,8 +161,16 @@ class Run:
         self.samples = {v.name: {work.name: [] for work in self.works} for v in variants}
         rows = [work for work in self.works if work.name != "memory"]
         if rows:
+            began = time.perf_counter()
+            limit = 60 * self.args.minutes - LAST_SECONDS
             for number in range(self.args.rounds):
+                start = time.perf_counter()
                 self._round(number, variants, rows)
+                self.num_rounds = number + 1
+                now = time.perf_counter()
+                if now - began + (now - start) > limit and self.num_rounds < self.args.rounds:
+                    self.say(f"stopping after {self.num_rounds} rounds: --minutes")
+                    break
         for work in self.works:
             if work.name == "memory":
                 self._memory(work, variants)
@@ -295,8 +310,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=0, help="of every engine; 0: the CPUs that there are")
     add("--scale", type=float, default=1.0, help="steps and requests, 0.2 for a quick look")
     add("--chat-warm", action="store_true", help="the system prompt is cached before the clock")
-    add("--omp-wait", choices=["active", "passive"], help="OMP_WAIT_POLICY of the peers: passive "
-        "on a busy machine, which spinning threads take badly")  # fmt: skip
+    add("--omp-wait", choices=list(OMP_WAITS), default="short", help="how threads of llama.cpp wait "
+        "for each other: spin shortly, spin on (its default, many times slower beside another "
+        "busy process), or sleep")  # fmt: skip
+    add("--minutes", type=float, default=8.0, help="no round begins that would end after this")
     add("--keep-all", action="store_true", help="measure in every round also what was, in the "
         f"rounds before, below {table.HOPELESS:g} of the row's best peer")  # fmt: skip
     add("--no-quality", action="store_true", help="leave the quality table out")
@@ -322,6 +339,8 @@ def header(found: dict[str, Any], run: Run) -> str:
         f"flags: {' '.join(found['flags'])}",
         f"load {found['load_before']} before, {found['load_after']} after; "
         f"stolen {found['steal']:.1%} of CPU time; {found['seconds']:.0f} s in all",
+        f"rounds: {run.num_rounds} of {run.args.rounds}; threads of llama.cpp wait: "
+        f"{run.args.omp_wait}",
         f"ceilings: {ceilings}",
         f"model: {run.model.name}",
         *(f"{TITLES.get(name, name)}: {version}" for name, version in run.versions.items()),

@@ -117,7 +117,7 @@ class SamplingParams:
     def _check_stops(self, vocab_size: int | None) -> None:
         self._check_list("stop", self.stop, MAX_STOP_STRINGS)
         if not all(isinstance(text, str) and text for text in self.stop):
-            raise InvalidRequestError('stop must be a list of non-empty strings, as ["\\n"]', "stop")
+            raise InvalidRequestError('stop must be a list of texts, such as ["\\n"]', "stop")
         self._check_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")

@@ -52,7 +52,7 @@ class ScriptedLLM:
                 words = text.upper().split(" ")
                 self._step("prefill", len(words))
                 for i, word in enumerate(words):
-                    if word == "INTERRUPT":
+                    if word.startswith("INTERRUPT"):
                         signal.raise_signal(signal.SIGINT)
                     if word == "FAIL":
                         error = "the forward pass failed"

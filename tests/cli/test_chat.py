@@ -145,5 +145,5 @@ def test_a_long_wait_in_a_chat_is_told(
     assert scripted[0].calls[0][0] == ["user:slow start"]
     out, err = capsys.readouterr()
     assert out == "USER:SLOW START\n"
-    assert err.split("\r")[2] == "reading the prompt: 2 tokens, 0 s"
+    assert err.split("\r")[1] == "reading the prompt: 2 tokens, 0 s"
     assert err.split("\r")[-1].startswith("(2 tokens in ")

@@ -103,3 +103,21 @@ def test_the_real_command_runs_without_its_streams(stream: str, repo_root: Path)
     result = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=120)
     said = "" if stream == "2>&-" else "minisgl: --file: /no/such/file: No such file or directory\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", said)
+
+
+def test_a_second_ctrl_c_ends_the_process_in_the_middle_of_a_native_call(
+    run_python: RunPython,
+) -> None:
+    code = (
+        "import hashlib, os, signal, threading, time\n"
+        "from minisgl.shell.interrupt import interrupt_calls, is_stopping\n"
+        "def press():\n"
+        "    time.sleep(0.2); os.kill(os.getpid(), signal.SIGINT); time.sleep(0.5)\n"
+        "    print(is_stopping(), flush=True); os.kill(os.getpid(), signal.SIGINT)\n"
+        "with interrupt_calls(lambda: None):\n"
+        "    threading.Thread(target=press).start()\n"
+        "    hashlib.pbkdf2_hmac('sha256', b'a', b'b', 100_000_000)\n"  # a minute in one call
+        "print('too late')"
+    )
+    result = run_python("-c", code)
+    assert (result.returncode, result.stdout) == (130, "True\n"), result.stderr

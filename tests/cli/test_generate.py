@@ -243,10 +243,23 @@ def test_a_long_wait_for_the_first_token_is_told_and_leaves_no_trace(
     on_terminal()
     assert exit_code("generate", "slow two") == 0
     out, err = capsys.readouterr()
-    told, blank, rest = err.split("\r")[2:]
+    told, blank, rest = err.split("\r")[1:]
     assert out == "SLOW TWO\n"
     assert told == "reading the prompt: 2 tokens, 0 s"
-    assert blank == " " * len(told) and rest.startswith("2 tokens in ")
+    assert blank == " " * (len(told) + 2) and rest.startswith("2 tokens in ")
+
+
+def test_a_stop_that_waits_for_a_long_step_is_told(
+    scripted: list[ScriptedLLM], on_terminal: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_terminal()
+    assert exit_code("generate", "interrupt-slow two") == 130
+    out, err = capsys.readouterr()
+    assert out == "\n"
+    assert err.startswith("\rstopping after this step (Ctrl-C again: at once), 0 s\r ")
+    assert err.split("\r")[-1].startswith("(interrupted)\n")
+    assert exit_code("generate", "slow two") == 0
+    assert "stopping" not in capsys.readouterr().err
 
 
 def test_many_prompts_tell_that_tokens_come(
@@ -256,7 +269,7 @@ def test_many_prompts_tell_that_tokens_come(
     assert exit_code("generate", "a b slow", "c") == 0
     out, err = capsys.readouterr()
     assert out == "[0] a b slow\nA B SLOW\n\n[1] c\nC\n\n"
-    assert "\r1 of 2 done, 4 tokens read, 3 written, " in err and " s to go, 0 s\r" in err
+    assert "\r1 of 2 done, 4 tokens read, 3 written, " in err and " s to go, 0 s\r " in err
 
 
 @pytest.mark.parametrize("flags", [["-q"], ["-v"], []])
@@ -292,7 +305,7 @@ def test_loading_is_told_once_its_size_is_known(
     monkeypatch.setattr("minisgl.llm.LLM", load)
     assert exit_code("generate", "x") == 0
     err = capsys.readouterr().err
-    assert err.startswith("\r\rloading the model: 25 %, 0 s")
+    assert err.startswith("\rloading the model: 25 %, 0 s")
 
 
 # --- streams that end or are not there ---

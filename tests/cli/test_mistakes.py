@@ -19,6 +19,11 @@ def test_help_of_every_command_teaches_by_example(capsys: pytest.CaptureFixture[
     assert exit_code("demo", "-h") == 0
 
 
+def test_the_help_lists_the_environment_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("--help") == 0
+    assert "\n  MINISGL_CACHE_DIR  " in capsys.readouterr().out
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("--version") == 0
     assert capsys.readouterr().out.startswith("minisgl 0.")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from minisgl.params import FinishReason
+from minisgl.shell import is_stopping
 
 from .options import engine_options, set_log_level
 from .progress import LiveLine
@@ -23,6 +24,8 @@ from .progress import LiveLine
 if TYPE_CHECKING:
     from minisgl.llm import LLM, StreamEvent
     from minisgl.scheduler import StepRecord
+
+STOPPING = "stopping after this step (Ctrl-C again: at once)"
 
 # Control characters but tab, newline and carriage return: a model must not steer the terminal.
 _UNPRINTABLE = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")
@@ -104,9 +107,12 @@ def working(
         else:
             num_written += step.num_tokens
 
+    def text() -> str:
+        return STOPPING if is_stopping() else told(num_read, num_written)
+
     llm.step_listeners.append(count)
     try:
-        with LiveLine(lambda: told(num_read, num_written), _wants_progress(args)) as line:
+        with LiveLine(text, _wants_progress(args)) as line:
             yield line
     finally:
         llm.step_listeners.remove(count)

@@ -1,4 +1,4 @@
-"""The flags of every subcommand, and help that teaches by example. Imports `cli.options` only."""
+"""The flags of every subcommand, and help that teaches by example. Imports `cli.options`, `env`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from minisgl.cli.options import (
     add_sampling_flags,
     check_sampling,
 )
+from minisgl.env import ENV
 
 DESCRIPTION = "Run large language models on this machine, on a CPU or a GPU."
 
@@ -82,7 +83,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def build_parser() -> Parser:
     """The parser of the whole command."""
-    parser = Parser(prog="minisgl", description=DESCRIPTION, epilog=EXAMPLES)
+    variables = ENV.describe().replace("\n", "\n  ")
+    epilog = f"{EXAMPLES}\n\nenvironment variables, their values and what they mean:\n  {variables}"
+    parser = Parser(prog="minisgl", description=DESCRIPTION, epilog=epilog)
     parser.add_argument("--version", action=_Version, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)

@@ -61,12 +61,13 @@ class LiveLine:
                 self._draw(text and f"{text}, {time.perf_counter() - start:.0f} s")
 
     def _draw(self, text: str) -> None:
-        text = text[: _columns() - 1]
-        if text or self._num_drawn:
-            blank = " " * self._num_drawn
-            sys.stderr.write(f"\r{blank}\r{text}")
-            sys.stderr.flush()
-            self._num_drawn = len(text)
+        text = text[: _columns() - 3]  # a ^C behind it still fits, and goes with it
+        if text:
+            sys.stderr.write("\r" + text.ljust(self._num_drawn))
+        elif self._num_drawn:
+            sys.stderr.write("\r" + " " * (self._num_drawn + 2) + "\r")
+        sys.stderr.flush()
+        self._num_drawn = len(text)
 
 
 def _columns() -> int:

@@ -4,7 +4,7 @@ May import layers 0 to 7. Invariant: an answer that is stopped or fails leaves t
 """
 
 from .conversation import Chat
-from .interrupt import EXIT_INTERRUPTED, interruptible
+from .interrupt import EXIT_INTERRUPTED, interruptible, is_stopping
 from .repl import run_repl
 
-__all__ = ["EXIT_INTERRUPTED", "Chat", "interruptible", "run_repl"]
+__all__ = ["EXIT_INTERRUPTED", "Chat", "interruptible", "is_stopping", "run_repl"]
