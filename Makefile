@@ -91,11 +91,13 @@ $(VENV)/.stamp-torch: $(VENV)/.stamp-venv constraints.txt
 
 # One install each; the larger ones stand for the smaller.
 $(CORE): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
+	@echo "installing minisgl: compiling the CPU kernels takes a minute or two"
 	$(PIP) --quiet -e .
 	@$(NATIVE_NOTE)
 	@touch $@
 
 $(TEST): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
+	@echo "installing minisgl for tests: compiling the CPU kernels takes a minute or two"
 	$(PIP) --quiet -e '.[test]'
 	@$(NATIVE_NOTE)
 	@touch $@ $(CORE)

@@ -29,7 +29,7 @@ NOT_YET = -55
 
 
 class Violation(AssertionError):
-    """A property of the state machine does not hold. `history`: what led to it, in world `config`."""
+    """A property of the state machine does not hold. `history`: what led to it in `config`."""
 
     config: Any = None
     history: Any = None
