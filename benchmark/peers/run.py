@@ -245,6 +245,8 @@ class Run:
 
     def _memory(self, work: Work, variants: list[Variant]) -> None:
         for variant in variants:
+            if variant.options["model"] != str(self.model):
+                continue  # the goal is about the same file
             with self.processes([variant], is_lazy=True) as processes:
                 value = self._value(
                     work, variant, processes.get(variant.name), {**work.job, "seed": 1}
@@ -310,7 +312,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=0, help="of every engine; 0: the CPUs that there are")
     add("--scale", type=float, default=1.0, help="steps and requests, 0.2 for a quick look")
     add("--chat-warm", action="store_true", help="the system prompt is cached before the clock")
-    add("--omp-wait", choices=list(OMP_WAITS), default="short", help="how threads of llama.cpp wait "
+    add("--omp-wait", choices=list(OMP_WAITS), default="short", help="how llama.cpp's threads wait "
         "for each other: spin shortly, spin on (its default, many times slower beside another "
         "busy process), or sleep")  # fmt: skip
     add("--minutes", type=float, default=8.0, help="no round begins that would end after this")

@@ -37,7 +37,7 @@ def _decode(streams: int, context: int, steps: int) -> dict[str, Any]:
     return {"work": "decode", "streams": streams, "context": context, "steps": steps}
 
 
-CHAT = {"work": "chat", "requests": 64, "at_once": 16, "system": 512, "user": 20, "output": 16}
+CHAT = {"work": "chat", "requests": 64, "at_once": 16, "system": 512, "user": 16, "output": 16}
 
 WORKS = (
     Work("decode-1", "decode, 1 stream, 64 tokens of context", _decode(1, 64, 48),
