@@ -2,21 +2,18 @@
 
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <new>
 
-#include "format.h"
 #include "isa.h"
 #include "pool.h"
+#include "quantize_body.h"
 
 namespace minisgl {
 namespace {
 
 constexpr int64_t kAlign = 64;
 constexpr int64_t round_up(int64_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
-
-// Below this the reciprocal of the scale could overflow; such a group counts as zero.
-constexpr float kSmallest = 1e-30f;
+int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 GroupResult quantize_group(const float* x, int8_t* codes) {
   // Bit patterns of absolute values order like the values, with infinity and NaN on top.
@@ -29,10 +26,7 @@ GroupResult quantize_group(const float* x, int8_t* codes) {
   }
   float amax;
   std::memcpy(&amax, &largest, 4);
-  if (largest >= 0x7f800000u || amax < kSmallest) {
-    std::memset(codes, 0, kGroup);
-    return {amax < kSmallest ? 0.0f : NAN, 0, 0};
-  }
+  if (largest >= 0x7f800000u || amax < kSmallest) return empty_group(amax, codes);
   const float inverse = 127.0f / amax;
   int32_t sums[2] = {0, 0};
   for (int i = 0; i < kGroup; ++i) {
@@ -43,89 +37,76 @@ GroupResult quantize_group(const float* x, int8_t* codes) {
   return {amax / 127.0f, sums[0], sums[1]};
 }
 
-QuantizeGroupFn choose() {
+QuantizeFn choose() {
   switch (current_isa()) {
 #if defined(__x86_64__)
     case Isa::kAvx512:
+      return quantize_avx512;
     case Isa::kAvxVnni:
     case Isa::kAvx2:
-      return quantize_group_avx2();
+      return quantize_avx2;
 #endif
     default:
-      return quantize_group_portable();
+      return quantize_portable;
   }
 }
 
 }  // namespace
 
-QuantizeGroupFn quantize_group_portable() { return quantize_group; }
+void quantize_portable(const QuantizeTask& task) { quantize_groups(task, quantize_group); }
 
 void Activations::Free::operator()(uint8_t* p) const { std::free(p); }
 
 Activations::Activations(int64_t tokens, int64_t columns)
     : tokens_(tokens), columns_(columns), groups_((columns + kGroup - 1) / kGroup) {
-  const int64_t n = tokens_ * groups_;
-  scale_offset_ = round_up(n * kGroup);
-  sum_offset_ = scale_offset_ + round_up(n * 4);
-  correction_offset_ = sum_offset_ + round_up(n * 4);
-  const int64_t total = correction_offset_ + kNumCorrections * round_up(n * 4);
+  scale_offset_ = round_up(tokens_ * groups_ * kGroup);
+  plane_ = round_up(tokens_ * groups_ * 4);
+  const int64_t total = scale_offset_ + (2 + kNumCodeSums) * plane_;
   memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(kAlign, total + kAlign)));
   if (!memory_) throw std::bad_alloc();
 }
 
 int64_t Activations::tile_tokens(int64_t tile) const {
-  const int64_t left = tokens_ - tile * kTileTokens;
-  return left < kTileTokens ? left : kTileTokens;
+  return min64(tokens_ - tile * kTileTokens, kTileTokens);
 }
 
 ActivationTile Activations::tile(int64_t tile) const {
   const int64_t first = tile * kTileTokens * groups_;
-  const int64_t plane = round_up(tokens_ * groups_ * 4);
+  const auto plane = [&](int64_t i) { return scale_offset_ + i * plane_ + first * 4; };
   ActivationTile result;
   result.codes = at<int8_t>(first * kGroup);
-  result.scale = at<float>(scale_offset_) + first;
-  result.scaled_sum = at<float>(sum_offset_) + first;
-  for (int i = 0; i < kNumCorrections; ++i) {
-    result.correction[i] = at<int32_t>(correction_offset_ + i * plane) + first;
-  }
+  result.scale = at<float>(plane(0));
+  result.scaled_sum = at<float>(plane(1));
+  for (int i = 0; i < kNumCodeSums; ++i) result.minus_sum[i] = at<int32_t>(plane(2 + i));
   result.stride = tile_tokens(tile);
   return result;
 }
 
-void Activations::quantize_token(int64_t token, const float* row) {
-  const QuantizeGroupFn quantize_one = choose();
-  const ActivationTile out = tile(token / kTileTokens);
-  int64_t at = token % kTileTokens;
-  for (int64_t g = 0; g < groups_; ++g, at += out.stride) {
-    const float* source = row + g * kGroup;
-    float padded[kGroup] = {};
-    const int64_t left = columns_ - g * kGroup;
-    if (left < kGroup) {
-      std::memcpy(padded, source, static_cast<size_t>(left) * 4);
-      source = padded;
-    }
-    int8_t* codes = const_cast<int8_t*>(out.codes) + at * kGroup;
-    const GroupResult r = quantize_one(source, codes);
-    const int32_t sum = r.low_sum + r.high_sum;
-    const_cast<float*>(out.scale)[at] = r.scale;
-    const_cast<float*>(out.scaled_sum)[at] = r.scale * static_cast<float>(sum);
-    const int32_t corrections[kNumCorrections] = {-8 * sum, -16 * sum, -128 * sum,
-                                                  -32 * r.low_sum, -32 * r.high_sum};
-    for (int i = 0; i < kNumCorrections; ++i) {
-      const_cast<int32_t*>(out.correction[i])[at] = corrections[i];
-    }
+void Activations::quantize_part(const float* x, int64_t stride, int64_t begin, int64_t end,
+                                int64_t first_group, int64_t end_group) {
+  const QuantizeFn run = choose();
+  while (begin < end) {
+    const int64_t index = begin / kTileTokens;
+    const int64_t stop = min64(end, (index + 1) * kTileTokens);
+    ActivationTile out = tile(index);
+    const int64_t skip = first_group * out.stride + begin % kTileTokens;
+    out.codes += skip * kGroup;
+    out.scale += skip;
+    out.scaled_sum += skip;
+    for (auto& sums : out.minus_sum) sums += skip;
+    run({x + first_group * kGroup, stride, stop - begin, end_group - first_group,
+         columns_ - first_group * kGroup, out});
+    x += (stop - begin) * stride;
+    begin = stop;
   }
 }
 
 void Activations::quantize(const float* x, int64_t stride) {
-  if (tokens_ == 0) return;
-  // A task of a few hundred groups outweighs what it costs to hand it out.
-  const int64_t chunk = tokens_ * groups_ < 2048 ? tokens_ : 1 + 512 / groups_;
-  parallel_for((tokens_ + chunk - 1) / chunk, [&](int64_t task) {
-    const int64_t end = (task + 1) * chunk < tokens_ ? (task + 1) * chunk : tokens_;
-    for (int64_t token = task * chunk; token < end; ++token) {
-      quantize_token(token, x + token * stride);
-    }
+  const int64_t blocks = (tokens_ + kTokenBlock - 1) / kTokenBlock;
+  parallel_for(blocks, [&](int64_t block) {
+    const int64_t begin = block * kTokenBlock;
+    quantize_part(x + begin * stride, stride, begin, min64(begin + kTokenBlock, tokens_), 0,
+                  groups_);
   });
 }
 

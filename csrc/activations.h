@@ -14,18 +14,20 @@
 namespace minisgl {
 
 constexpr int kTileTokens = 32;
+// Threads share out tokens by 16, the floats of a cache line: two threads that write into the same
+// line wait for each other at every group.
+constexpr int kTokenBlock = 16;
 
-// Corrections, each the initial value of an integer sum: minus the sum of the codes, times the
-// offset of the weight codes.
-enum Correction : int { kTimes8 = 0, kTimes16, kTimes128, kTimes32Low, kTimes32High };
-constexpr int kNumCorrections = 5;
+// Sums of codes: of a whole group, and of its halves for weights that have a scale per 16 columns.
+enum CodeSum : int { kWholeSum = 0, kLowSum, kHighSum };
+constexpr int kNumCodeSums = 3;
 
 // Pointers to the start of one tile; `stride` is its number of tokens.
 struct ActivationTile {
-  const int8_t* codes;          // [group][token][32]
-  const float* scale;           // [group][token]
-  const float* scaled_sum;      // [group][token]: scale times the sum of the codes
-  const int32_t* correction[kNumCorrections];
+  int8_t* codes;                     // [group][token][32]
+  float* scale;                      // [group][token]
+  float* scaled_sum;                 // [group][token]: scale times the sum of the codes
+  int32_t* minus_sum[kNumCodeSums];  // [group][token]: minus the sum of the codes
   int64_t stride;
 };
 
@@ -44,9 +46,10 @@ class Activations {
   // Quantises float rows `stride` elements apart; uses the thread pool.
   void quantize(const float* x, int64_t stride);
 
-  // Quantises one token's row: for callers that have just computed it and share out tokens
-  // themselves.
-  void quantize_token(int64_t token, const float* row);
+  // Quantises groups [first_group, end_group) of tokens [begin, end); `x` is the row of token
+  // `begin`. For callers that share out the work themselves.
+  void quantize_part(const float* x, int64_t stride, int64_t begin, int64_t end,
+                     int64_t first_group, int64_t end_group);
 
  private:
   struct Free {
@@ -58,17 +61,20 @@ class Activations {
   }
 
   int64_t tokens_, columns_, groups_;
-  int64_t scale_offset_, sum_offset_, correction_offset_;
+  int64_t scale_offset_, plane_;
   std::unique_ptr<uint8_t, Free> memory_;
 };
 
-// Quantises one group of 32: writes the codes, returns the scale and the two half sums.
-struct GroupResult {
-  float scale;
-  int32_t low_sum, high_sum;
+// Groups [0, groups) of tokens [0, tokens) of a tile whose pointers are those of the first one.
+struct QuantizeTask {
+  const float* x;
+  int64_t x_stride;
+  int64_t tokens, groups, columns;
+  ActivationTile out;
 };
-using QuantizeGroupFn = GroupResult (*)(const float* x, int8_t* codes);
-QuantizeGroupFn quantize_group_portable();
-QuantizeGroupFn quantize_group_avx2();
+using QuantizeFn = void (*)(const QuantizeTask& task);
+void quantize_portable(const QuantizeTask& task);
+void quantize_avx2(const QuantizeTask& task);
+void quantize_avx512(const QuantizeTask& task);
 
 }  // namespace minisgl

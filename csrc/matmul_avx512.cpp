@@ -22,6 +22,10 @@ struct Avx512 {
   static MINISGL_INLINE Int load(const uint8_t* p) { return _mm512_loadu_si512(p); }
   static MINISGL_INLINE Int zero() { return _mm512_setzero_si512(); }
   static MINISGL_INLINE Int broadcast(const int32_t* p) { return _mm512_set1_epi32(*p); }
+  template <int kBits>
+  static MINISGL_INLINE Int shift_left(Int a) {
+    return _mm512_slli_epi32(a, kBits);
+  }
   static MINISGL_INLINE Int prepare8(Int codes) { return codes; }
   static MINISGL_INLINE Int low_nibbles(Int a) {
     return _mm512_and_si512(a, _mm512_set1_epi8(15));

@@ -21,10 +21,9 @@ struct Traits {
   static constexpr int kBits = kInfo.bits;
   static constexpr int kParts = kInfo.num_scales;  // sums per group: one per scale
   static constexpr bool kHasMin = kInfo.has_min;
-  static constexpr int kCorrection = kBits == 4   ? kTimes8
-                                     : kBits == 5 ? kTimes16
-                                     : kBits == 6 ? kTimes32Low
-                                                  : kTimes128;
+  static constexpr int kSum = kParts == 1 ? kWholeSum : kLowSum;  // of the first part
+  static constexpr int kOffsetBits = kBits == 8 ? 7 : kBits - 1;
+  static_assert(kHasMin || kInfo.offset == 1 << kOffsetBits);
 };
 
 // Codes and scales of one group of one sub-block, in registers.
@@ -86,7 +85,8 @@ MINISGL_INLINE void accumulate(const Block<V, T> (&block)[P], const ActivationTi
     for (int u = 0; u < U; ++u) {
       typename V::Int start = V::zero();
       if constexpr (!T::kHasMin && V::template kNeedsCorrection<T::kBits>) {
-        start = V::broadcast(x.correction[T::kCorrection + part] + index + u);
+        start = V::broadcast(x.minus_sum[T::kSum + part] + index + u);
+        start = V::template shift_left<T::kOffsetBits>(start);
       }
       for (int p = 0; p < P; ++p) sum[p][u] = start;
     }

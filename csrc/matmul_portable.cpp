@@ -37,6 +37,11 @@ struct Portable {
     for (int i = 0; i < 4; ++i) a.word[i] = *p;
     return a;
   }
+  template <int kBits>
+  static Int shift_left(Int a) {
+    for (int i = 0; i < 4; ++i) a.word[i] *= 1 << kBits;
+    return a;
+  }
   static Int prepare8(Int codes) { return codes; }
   static Int low_nibbles(Int a) {
     for (int i = 0; i < 16; ++i) a.byte[i] &= 15;

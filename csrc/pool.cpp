@@ -22,24 +22,29 @@ inline void relax() {
 #endif
 }
 
-// A ticket packs generation, number of tasks and next index into one word, so that claiming a
-// task and knowing that it belongs to the current job are one compare-and-swap. The job's fields
-// may be read after a successful claim: they do not change until that task has been counted done.
-constexpr int kIndexBits = 24;
-constexpr uint64_t kIndexMask = (1ull << kIndexBits) - 1;
+// Each thread has a queue of its own, tasks [next, end) packed into one word, and takes from its
+// front; a thread that has run out takes from the back of the others'. Claiming a task is one
+// compare-and-swap, and a claim that succeeds belongs to the current job: the job's fields may be
+// read after it, for they do not change until that task has been counted done.
+constexpr int kIndexBits = 32;
 
-inline uint64_t ticket_next(uint64_t ticket) { return ticket & kIndexMask; }
-inline uint64_t ticket_size(uint64_t ticket) { return ticket >> kIndexBits & kIndexMask; }
-inline bool has_work(uint64_t ticket) { return ticket_next(ticket) < ticket_size(ticket); }
+inline uint64_t make_queue(uint64_t next, uint64_t end) { return next << kIndexBits | end; }
+inline uint64_t queue_next(uint64_t queue) { return queue >> kIndexBits; }
+inline uint64_t queue_end(uint64_t queue) { return queue & 0xffffffffu; }
+inline bool has_work(uint64_t queue) { return queue_next(queue) < queue_end(queue); }
+
+struct alignas(64) Queue {
+  std::atomic<uint64_t> tasks{0};
+};
 
 std::atomic<int64_t> g_spin_us{200};
 std::atomic<int> g_num_threads{1};
 
 class Pool {
  public:
-  explicit Pool(int num_threads) {
+  explicit Pool(int num_threads) : queues_(static_cast<size_t>(num_threads)) {
     try {
-      for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this] { work(); });
+      for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
     } catch (const std::system_error&) {
       // The system grants no more threads: go on with those we have.
     }
@@ -58,15 +63,18 @@ class Pool {
     fn_ = fn;
     context_ = context;
     done_.store(0, std::memory_order_relaxed);
-    const uint64_t generation = (ticket_.load(std::memory_order_relaxed) >> 2 * kIndexBits) + 1;
+    // Neighbouring tasks go to one thread, which then reads one straight line of memory.
     // Sequentially consistent with `sleepers_`: either we see a sleeper, or it sees the work.
-    ticket_.store(generation << 2 * kIndexBits | num_tasks << kIndexBits);
+    const uint64_t num_queues = queues_.size();
+    for (uint64_t i = num_queues; i-- > 0;) {
+      const uint64_t next = num_tasks * i / num_queues, end = num_tasks * (i + 1) / num_queues;
+      queues_[i].tasks.store(make_queue(next, end));
+    }
     if (sleepers_.load() > 0) {
       std::lock_guard<std::mutex> lock(sleep_mutex_);
       wake_.notify_all();
     }
-    while (take_one()) {
-    }
+    take_all(0);
     for (int i = 0; done_.load(std::memory_order_acquire) < num_tasks; ++i) {
       if (i < 20000) {
         relax();
@@ -77,39 +85,59 @@ class Pool {
   }
 
  private:
-  bool take_one() {
-    uint64_t ticket = ticket_.load(std::memory_order_acquire);
-    while (has_work(ticket)) {
-      if (ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
-        fn_(context_, static_cast<int64_t>(ticket_next(ticket)));
-        done_.fetch_add(1, std::memory_order_release);
+  // Runs one task of a queue: its first for the owner, its last for others.
+  bool take_one(Queue& queue, bool is_own) {
+    uint64_t tasks = queue.tasks.load(std::memory_order_acquire);
+    while (has_work(tasks)) {
+      const uint64_t next = queue_next(tasks), end = queue_end(tasks);
+      const uint64_t rest = is_own ? make_queue(next + 1, end) : make_queue(next, end - 1);
+      if (queue.tasks.compare_exchange_weak(tasks, rest, std::memory_order_acq_rel)) {
+        fn_(context_, static_cast<int64_t>(is_own ? next : end - 1));
         return true;
       }
     }
     return false;
   }
 
-  void work() {
+  // Runs what is left, own tasks first; whether there was anything.
+  bool take_all(size_t self) {
+    uint64_t count = 0;
+    while (take_one(queues_[self], true)) ++count;
+    for (size_t i = 1; i < queues_.size(); ++i) {
+      while (take_one(queues_[(self + i) % queues_.size()], false)) ++count;
+    }
+    if (count > 0) done_.fetch_add(count, std::memory_order_release);
+    return count > 0;
+  }
+
+  bool any_work() const {
+    for (const Queue& queue : queues_) {
+      if (has_work(queue.tasks.load())) return true;
+    }
+    return false;
+  }
+
+  void work(int self) {
     using Clock = std::chrono::steady_clock;
     while (!stopping_.load(std::memory_order_relaxed)) {
       const auto limit = Clock::now() + std::chrono::microseconds(g_spin_us.load());
       bool worked = false;
       while (!worked && Clock::now() < limit) {
         for (int i = 0; i < 64 && !worked; ++i) {
-          worked = take_one();
+          worked = take_all(static_cast<size_t>(self));
           relax();
         }
       }
       if (worked) continue;
       std::unique_lock<std::mutex> lock(sleep_mutex_);
       sleepers_.fetch_add(1);
-      wake_.wait(lock, [this] { return stopping_.load() || has_work(ticket_.load()); });
+      wake_.wait(lock, [this] { return stopping_.load() || any_work(); });
       sleepers_.fetch_sub(1);
     }
   }
 
   // Each of these is written by one side while the other polls: a cache line for each.
-  alignas(64) std::atomic<uint64_t> ticket_{0};
+  std::vector<Queue> queues_;
   alignas(64) std::atomic<uint64_t> done_{0};
   alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<bool> stopping_{false};
@@ -148,7 +176,7 @@ void run_alone(int64_t num_tasks, TaskFn fn, void* context) {
 }  // namespace
 
 void run_tasks(int64_t num_tasks, TaskFn fn, void* context) {
-  const bool fits = num_tasks > 1 && num_tasks <= static_cast<int64_t>(kIndexMask);
+  const bool fits = num_tasks > 1 && num_tasks < int64_t{1} << kIndexBits;
   if (!fits || num_threads() == 1 || t_inside) return run_alone(num_tasks, fn, context);
   Shared& state = shared();
   std::unique_lock<std::mutex> busy(state.busy, std::try_to_lock);

@@ -1,8 +1,9 @@
 // The one thread pool that all native operations share.
 //
 // parallel_for(n, body) calls body(i) once for each i in [0, n), on the calling thread and the
-// workers, in any order; it returns when all have finished. Tasks are taken one by one from a
-// counter, so a thread that the operating system delays holds up one task, not a fixed share.
+// workers, in any order; it returns when all have finished. Each thread begins with a straight run
+// of tasks and takes them one by one; who has run out takes from the end of the others' runs, so a
+// thread that the operating system delays holds up one task, not its share.
 // What a task computes must depend on its index alone: that is what makes results independent of
 // the number of threads.
 //

@@ -1,5 +1,7 @@
 #include "program.h"
 
+#include "pool.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -101,18 +103,37 @@ std::vector<StepTime> Program::take_profile() {
   return std::exchange(times_, {});
 }
 
+void Program::run_parts(const Tile& tile, size_t begin, size_t end) {
+  int64_t elements = 0, groups = steps_[begin].groups;
+  for (size_t i = begin; i < end; ++i) {
+    elements += steps_[i].elements;
+    if (steps_[i].groups != groups) groups = 0;
+  }
+  // A task of about two microseconds, several times what handing it out costs. With many tokens
+  // their blocks are tasks enough.
+  constexpr int64_t kElementsPerTask = 32768;
+  const int64_t blocks = (tile.rows + kTokenBlock - 1) / kTokenBlock;
+  const int64_t wanted = tile.rows * elements / kElementsPerTask / blocks;
+  const int64_t slices = blocks > 8 ? 1 : std::clamp<int64_t>(wanted, 1, std::max<int64_t>(groups, 1));
+  parallel_for(blocks * slices, [&](int64_t task) {
+    const int64_t row = task / slices * kTokenBlock, slice = task % slices;
+    const Part part{row, std::min(row + kTokenBlock, tile.rows), groups * slice / slices,
+                    groups * (slice + 1) / slices};
+    for (size_t i = begin; i < end; ++i) {
+      Part own = part;
+      if (groups == 0) own.end_group = steps_[i].groups;
+      steps_[i].part(tile, own);
+    }
+  });
+}
+
 void Program::run_steps(const Tile& tile, size_t begin, size_t end) {
   for (size_t i = begin; i < end;) {
     size_t stop = i + 1;
-    int64_t elements = steps_[i].elements;
-    for (; !steps_[i].whole && stop < end && !steps_[stop].whole; ++stop) {
-      elements += steps_[stop].elements;
-    }
+    while (!steps_[i].whole && stop < end && !steps_[stop].whole) ++stop;
     const auto body = [&] {
       if (steps_[i].whole) return steps_[i].whole(tile);
-      for_rows(tile.rows, elements, [&](int64_t row) {
-        for (size_t j = i; j < stop; ++j) steps_[j].row(tile, row);
-      });
+      run_parts(tile, i, stop);
     };
     if (profile_) {
       run_timed(i, stop, body);

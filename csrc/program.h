@@ -5,10 +5,10 @@
 // scratch memory stays bounded and near the processor. A tile may begin or end inside a request;
 // that is chunked prefill.
 //
-// Steps are of two kinds. A row step works on one token; neighbouring row steps are run together,
-// token by token, in one parallel region (or in none, for few tokens). A whole step works on the
-// tile and brings its own parallelism: a matrix product, attention. Steps after `select` see only
-// the rows whose logits are wanted.
+// Steps are of two kinds. A part step works on some tokens, or, if it says so, on some of their
+// columns; neighbouring part steps are run together, part by part, in one parallel region (or in
+// none, for little work). A whole step works on the tile and brings its own parallelism: a matrix
+// product, attention. Steps after `select` see only the rows whose logits are wanted.
 #pragma once
 
 #include <cstdint>
@@ -61,6 +61,11 @@ struct Tile {
   float* logits;
 };
 
+// Rows [begin, end) of a tile, and of these the columns of groups [first_group, end_group).
+struct Part {
+  int64_t begin, end, first_group, end_group;
+};
+
 // The requests that a tile touches: where their tokens lie in it, and how long the KV of each is at
 // its last token in the tile.
 struct TileRequests {
@@ -88,7 +93,7 @@ struct StepTime {
 
 class Program {
  public:
-  using RowFn = std::function<void(const Tile&, int64_t row)>;
+  using PartFn = std::function<void(const Tile&, const Part&)>;
   using WholeFn = std::function<void(const Tile&)>;
 
   // Ids, locations and positions that a run may use: [0, limit) each.
@@ -109,8 +114,15 @@ class Program {
   // Copies the wanted rows of x to `to`; all selects of a program stand together.
   void select(int x, int to);
 
-  // For families of steps that live elsewhere (attention).
-  void add_row_step(const char* name, int64_t elements, RowFn fn);
+  // For families of steps that live elsewhere (attention). elements: the work of a row, in what
+  // a norm does with one number. groups: those of a row, if any of them can be worked on alone.
+  template <class Body>
+  void add_row_step(const char* name, int64_t elements, Body body) {
+    add_part_step(name, elements, 0, [=](const Tile& tile, const Part& part) {
+      for (int64_t row = part.begin; row < part.end; ++row) body(tile, row);
+    });
+  }
+  void add_part_step(const char* name, int64_t elements, int64_t groups, PartFn fn);
   void add_whole_step(const char* name, int64_t bytes, WholeFn fn);
   float* at(int buffer, int64_t row = 0) const {
     return buffers_[buffer].data + row * buffers_[buffer].width;
@@ -134,8 +146,8 @@ class Program {
   };
   struct Step {
     const char* name;
-    int64_t elements, bytes;
-    RowFn row;
+    int64_t elements, groups, bytes;
+    PartFn part;
     WholeFn whole;
   };
   using Quantized = std::shared_ptr<std::unique_ptr<Activations>>;
@@ -145,6 +157,7 @@ class Program {
   void check(const RunArgs& args) const;
   void reserve(int64_t rows);
   void run_steps(const Tile& tile, size_t begin, size_t end);
+  void run_parts(const Tile& tile, size_t begin, size_t end);
   void run_timed(size_t begin, size_t end, const std::function<void()>& body);
   static void cut_requests(const RunArgs& args, int64_t begin, int64_t end, TileRequests* out);
   int64_t run_tail(int64_t rows, const RunArgs& args, int64_t done);

@@ -1,4 +1,5 @@
 // The steps that every program is made of; attention has a file of its own.
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
@@ -28,6 +29,8 @@ void widen_row(FloatKind kind, const void* from, int64_t n, float* to) {
   }
 }
 
+int64_t num_groups(int64_t columns) { return (columns + kGroup - 1) / kGroup; }
+
 int64_t float_bytes(FloatKind kind) { return kind == FloatKind::kFloat32 ? 4 : 2; }
 
 }  // namespace
@@ -44,12 +47,12 @@ int64_t Program::width(int buffer) const {
   return buffers_[buffer].width;
 }
 
-void Program::add_row_step(const char* name, int64_t elements, RowFn fn) {
-  steps_.push_back({name, elements, 0, std::move(fn), nullptr});
+void Program::add_part_step(const char* name, int64_t elements, int64_t groups, PartFn fn) {
+  steps_.push_back({name, elements, groups, 0, std::move(fn), nullptr});
 }
 
 void Program::add_whole_step(const char* name, int64_t bytes, WholeFn fn) {
-  steps_.push_back({name, 0, bytes, nullptr, std::move(fn)});
+  steps_.push_back({name, 0, 0, bytes, nullptr, std::move(fn)});
 }
 
 void Program::embed(const MatrixRef& weight, int out) {
@@ -87,8 +90,13 @@ void Program::gate_mul(Activation kind, int x, int out) {
   const int64_t n = width(out);
   if (width(x) != 2 * n) fail("gate and up do not match the output");
   const auto run = elementwise_kernels().gate_mul[static_cast<int>(kind)];
-  add_row_step("gate", 4 * n, [=](const Tile&, int64_t row) {
-    run(at(x, row), at(x, row) + n, n, at(out, row));
+  add_part_step("gate", 6 * n, num_groups(n), [=](const Tile&, const Part& part) {
+    const int64_t first = part.first_group * kGroup;
+    const int64_t count = std::min(part.end_group * kGroup, n) - first;
+    for (int64_t row = part.begin; row < part.end; ++row) {
+      const float* gate = at(x, row) + first;
+      run(gate, gate + n, count, at(out, row) + first);
+    }
   });
 }
 
@@ -126,8 +134,9 @@ void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
   Quantized input;
   if (any_packed) {
     input = quantized(columns);
-    add_row_step("quantize", 6 * columns, [=](const Tile&, int64_t row) {
-      (*input)->quantize_token(row, at(x, row));
+    add_part_step("quantize", 4 * columns, num_groups(columns), [=](const Tile&, const Part& part) {
+      (*input)->quantize_part(at(x, part.begin), columns, part.begin, part.end, part.first_group,
+                              part.end_group);
     });
   }
   std::vector<PackedJob> jobs(parts.size());  // memory to fill at each run

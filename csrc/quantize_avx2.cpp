@@ -1,8 +1,8 @@
-// One group of activations with AVX2; the same operations as quantize_group_portable().
+// Activations with AVX2; the same operations as the portable loop.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#include "activations.h"
+#include "quantize_body.h"
 
 namespace minisgl {
 namespace {
@@ -19,7 +19,7 @@ inline int32_t max_lanes(__m256i a) {
   return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
 
-GroupResult quantize_group(const float* x, int8_t* codes) {
+inline GroupResult quantize_group(const float* x, int8_t* codes) {
   const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
   __m256i largest = _mm256_setzero_si256();
   __m256 value[4];
@@ -30,10 +30,7 @@ GroupResult quantize_group(const float* x, int8_t* codes) {
   }
   const int32_t top = max_lanes(largest);
   const float amax = _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(top)));
-  if (top >= 0x7f800000 || amax < 1e-30f) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_setzero_si256());
-    return {amax < 1e-30f ? 0.0f : __builtin_nanf(""), 0, 0};
-  }
+  if (top >= 0x7f800000 || amax < kSmallest) return empty_group(amax, codes);
   const __m256 inverse = _mm256_set1_ps(127.0f / amax);
   __m256i code[4];
   for (int i = 0; i < 4; ++i) code[i] = _mm256_cvtps_epi32(_mm256_mul_ps(value[i], inverse));
@@ -49,7 +46,7 @@ GroupResult quantize_group(const float* x, int8_t* codes) {
 
 }  // namespace
 
-QuantizeGroupFn quantize_group_avx2() { return quantize_group; }
+void quantize_avx2(const QuantizeTask& task) { quantize_groups(task, quantize_group); }
 
 }  // namespace minisgl
 #endif

@@ -1,0 +1,55 @@
+// The loop of quantisation, around what an instruction set does with one group of 32 columns.
+// Everything is in an unnamed namespace: code compiled for one instruction set must never be merged
+// by the linker with that of another.
+#pragma once
+
+#include <cstring>
+
+#include "activations.h"
+#include "format.h"
+
+namespace minisgl {
+namespace {
+
+// Below this the reciprocal of the scale could overflow; such a group counts as zero.
+constexpr float kSmallest = 1e-30f;
+
+struct GroupResult {
+  float scale;
+  int32_t low_sum, high_sum;
+};
+
+// A group without codes: too small, or with a NaN or an infinity (`bits` of the largest magnitude).
+inline __attribute__((always_inline)) GroupResult empty_group(float amax, int8_t* codes) {
+  std::memset(codes, 0, kGroup);
+  return {amax < kSmallest ? 0.0f : __builtin_nanf(""), 0, 0};
+}
+
+template <class Group>
+inline __attribute__((always_inline)) void quantize_groups(const QuantizeTask& task,
+                                                           Group&& group) {
+  const ActivationTile& out = task.out;
+  for (int64_t g = 0; g < task.groups; ++g) {
+    const int64_t left = task.columns - g * kGroup;
+    for (int64_t t = 0; t < task.tokens; ++t) {
+      const int64_t at = g * out.stride + t;
+      const float* source = task.x + t * task.x_stride + g * kGroup;
+      float padded[kGroup];
+      if (left < kGroup) {
+        std::memset(padded, 0, sizeof(padded));
+        std::memcpy(padded, source, static_cast<size_t>(left) * sizeof(float));
+        source = padded;
+      }
+      const GroupResult r = group(source, out.codes + at * kGroup);
+      const int32_t sum = r.low_sum + r.high_sum;
+      out.scale[at] = r.scale;
+      out.scaled_sum[at] = r.scale * static_cast<float>(sum);
+      out.minus_sum[kWholeSum][at] = -sum;
+      out.minus_sum[kLowSum][at] = -r.low_sum;
+      out.minus_sum[kHighSum][at] = -r.high_sum;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace minisgl
