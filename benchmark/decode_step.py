@@ -29,7 +29,9 @@ from minisgl.utils import torch_dtype
 PROBE_BYTES = 96 << 20
 
 
-def load_program(path: str, num_locations: int, max_len: int) -> tuple[Program, int]:
+def load_program(
+    path: str, num_locations: int, max_len: int, kv_dtype: torch.dtype = torch.float16
+) -> tuple[Program, int]:
     """The recorded model and its vocabulary size."""
     config = load_model_config(path)
     with torch.device("meta"), torch_dtype(torch.float32):
@@ -41,7 +43,7 @@ def load_program(path: str, num_locations: int, max_len: int) -> tuple[Program, 
         head_dim=config.head_dim,
         num_pages=num_locations,
         page_size=1,
-        dtype=torch.float32,
+        dtype=kv_dtype,
         device="cpu",
     )
     recorder = Recorder(config.vocab_size, pool, max_len)
