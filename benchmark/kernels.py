@@ -57,7 +57,7 @@ def random_packed(fmt: str, shape: tuple[int, int]):
     if shape[1] % columns:
         raise SystemExit(f"{fmt} needs input sizes that are multiples of {columns}")
     raw = torch.zeros(shape[0] * shape[1] // columns * nbytes, dtype=torch.uint8)
-    return native.pack_gguf(raw.numpy(), ggml_type, shape)
+    return native.pack_gguf([(raw.numpy(), 0)], ggml_type, shape)
 
 
 def build(fmt: str, head_fmt: str) -> list[Case]:

@@ -1,10 +1,13 @@
 // Packed weights, quantised activations and their products.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <sys/mman.h>
 
 #include <cstdlib>
 #include <new>
 #include <stdexcept>
+#include <tuple>
+#include <vector>
 
 #include "activations.h"
 #include "bindings.h"
@@ -20,8 +23,8 @@ constexpr int64_t kMaxDim = int64_t{1} << 31;  // products of two stay below 2^6
 
 [[noreturn]] void fail(const char* what) { throw std::invalid_argument(what); }
 
-// Owns the memory of a packed weight. Large ones ask for huge pages: fewer address translations
-// while a product streams through them.
+// Owns the memory of a packed weight. Large ones ask for huge pages, as many as they fill: fewer
+// address translations while a product streams through them.
 class PackedMatrix {
  public:
   PackedMatrix(int format, int64_t rows, int64_t columns) {
@@ -34,7 +37,8 @@ class PackedMatrix {
     view_.data = static_cast<uint8_t*>(std::aligned_alloc(align, static_cast<size_t>(size)));
     if (view_.data == nullptr) throw std::bad_alloc();
 #if defined(MADV_HUGEPAGE)
-    if (align == kHuge) madvise(view_.data, static_cast<size_t>(size), MADV_HUGEPAGE);
+    const int64_t filled = view_.bytes() / kHuge * kHuge;
+    if (filled > 0) madvise(view_.data, static_cast<size_t>(filled), MADV_HUGEPAGE);
 #endif
   }
   ~PackedMatrix() { std::free(view_.data); }
@@ -47,19 +51,37 @@ class PackedMatrix {
   PackedView view_;
 };
 
-PackedMatrix* packed_from_gguf(uint64_t source, int64_t size, int type_id, int64_t rows,
-                               int64_t columns) {
+// parts: tuples (address, bytes, heads) of matrices that lie on top of each other. With heads, the
+// file has rows 0, n/2, 1, n/2 + 1, ... of each head's n; they are packed in order.
+PackedMatrix* packed_from_gguf(nb::list parts, int type_id, int64_t rows, int64_t columns) {
   const GgufType* type = gguf_type(type_id);
   if (type == nullptr) fail("this GGUF type cannot be packed");
   if (rows < 1 || columns < 1 || rows >= kMaxDim || columns >= kMaxDim) fail("bad shape");
   if (columns % type->columns != 0) fail("columns are not whole source blocks");
-  if (size / type->bytes / (columns / type->columns) != rows ||
-      size != rows * (columns / type->columns) * type->bytes) {
+  const int64_t row_bytes = columns / type->columns * type->bytes;
+  std::vector<const uint8_t*> source;
+  for (nb::handle item : parts) {
+    const auto [start, size, heads] = nb::cast<std::tuple<uint64_t, int64_t, int64_t>>(item);
+    const int64_t count = size / row_bytes;
+    if (size < 0 || size % row_bytes != 0 || count > rows - static_cast<int64_t>(source.size())) {
+      fail("the data do not have the size that the shape asks for");
+    }
+    if (heads < 0 || heads > count || (heads > 0 && count % (2 * heads) != 0)) {
+      fail("the rows do not divide into heads");
+    }
+    const int64_t per_head = heads > 0 ? count / heads : 1, half = per_head / 2;
+    for (int64_t row = 0; row < count; ++row) {
+      const int64_t i = row % per_head;
+      const int64_t stored = heads > 0 ? row - i + i % half * 2 + i / half : row;
+      source.push_back(address<uint8_t>(start) + stored * row_bytes);
+    }
+  }
+  if (static_cast<int64_t>(source.size()) != rows) {
     fail("the data do not have the size that the shape asks for");
   }
   nb::gil_scoped_release release;
   auto* result = new PackedMatrix(static_cast<int>(type->format), rows, columns);
-  pack_gguf(*type, address<uint8_t>(source), result->view());
+  pack_gguf(*type, source.data(), result->view());
   return result;
 }
 

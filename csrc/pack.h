@@ -19,8 +19,8 @@ struct GgufType {
 // Returns nullptr for types that cannot be packed.
 const GgufType* gguf_type(int id);
 
-// `source` holds rows * columns / type.columns source blocks in row order.
-void pack_gguf(const GgufType& type, const uint8_t* source, const PackedView& out);
+// `source[r]` points at the columns / type.columns source blocks of row r.
+void pack_gguf(const GgufType& type, const uint8_t* const* source, const PackedView& out);
 
 // Format kQ4m or kQ8, from rows `stride` elements apart. Throws std::invalid_argument on others.
 void pack_float(FloatKind kind, const void* source, int64_t stride, const PackedView& out);

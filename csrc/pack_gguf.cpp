@@ -138,22 +138,24 @@ const GgufType* gguf_type(int id) {
   return nullptr;
 }
 
-void pack_gguf(const GgufType& type, const uint8_t* source, const PackedView& out) {
+void pack_gguf(const GgufType& type, const uint8_t* const* source, const PackedView& out) {
   DecodeFn decode = nullptr;
   for (const Source& entry : kSources) {
     if (entry.type.id == type.id) decode = entry.decode;
   }
-  const int64_t row_bytes = out.columns / type.columns * type.bytes;
   const int groups_per_block = type.columns / kGroup;
   parallel_for(out.panels(), [&](int64_t panel) {
     uint8_t* first = out.data + panel * out.panel_bytes();
     const int64_t left = out.rows - panel * kPanelRows;
     for (int r = 0; r < kPanelRows; ++r) {
-      const uint8_t* from = source + (panel * kPanelRows + r) * row_bytes;
+      const uint8_t* from = r < left ? source[panel * kPanelRows + r] : nullptr;
       uint8_t* to = first;
       RowGroup group[8] = {};
-      for (int64_t g = 0; g < out.groups(); g += groups_per_block, from += type.bytes) {
-        if (r < left) decode(from, group);
+      for (int64_t g = 0; g < out.groups(); g += groups_per_block) {
+        if (from != nullptr) {
+          decode(from, group);
+          from += type.bytes;
+        }
         for (int i = 0; i < groups_per_block; ++i, to += info(out.format).block_bytes()) {
           write_row_group(out.format, group[i], r, to);
         }

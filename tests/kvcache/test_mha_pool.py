@@ -69,6 +69,11 @@ def test_slots_that_were_never_written_read_as_zero() -> None:
     assert not pool._kv_buffer.any()
 
 
+def test_a_pool_that_no_memory_can_hold_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError):
+        MHAKVCache(1, 1, 1 << 40, 1 << 20, 1, torch.float32, "cpu")
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
 def test_memory_is_committed_as_it_is_used() -> None:
     def resident_bytes() -> int:
@@ -78,8 +83,10 @@ def test_memory_is_committed_as_it_is_used() -> None:
     before = resident_bytes()
     pool = MHAKVCache(8, 4, 128, 2048, 64, torch.bfloat16, "cpu")
     assert pool._kv_buffer.nbytes == 1 << 31
-    pool.k_cache(0)[0].fill_(1)
-    assert resident_bytes() - before < 64 << 20
+    for layer in range(4):  # the first page of a layer's K or V is 128 kB
+        pool.k_cache(layer)[0].fill_(1)
+        pool.v_cache(layer)[0].fill_(1)
+    assert resident_bytes() - before < 8 << 20
 
 
 @pytest.mark.parametrize(("size", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])

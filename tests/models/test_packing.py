@@ -9,12 +9,19 @@ import pytest
 import torch
 
 from minisgl.kernel import native
-from minisgl.models import load_model_weights, pack_stored
+from minisgl.models import (
+    close_sources,
+    create_model,
+    load_model_config,
+    load_model_weights,
+    pack_stored,
+)
 from minisgl.models.sources import BlockTensor, FloatTensor
 from minisgl.quant import StackedWeight
 from minisgl.quant.packed import PackedWeight
 
 from tests.models.by_hand import ByHand
+from tests.resident import resident_bytes
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="built without native kernels")
 
@@ -43,6 +50,13 @@ def test_parts_of_one_type_become_one_packed_matrix_in_unpermuted_order() -> Non
     torch.testing.assert_close(packed.rows(torch.arange(48)), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_rows_that_do_not_fit_their_heads_or_shape_are_refused() -> None:
+    raw = q8_0(32, 0).data.numpy()
+    for parts in ([(raw, 3)], [(raw, 32)], [(raw, -1)], [(raw, 0)] * 2, [(raw[:-34], 0)], []):
+        with pytest.raises(ValueError):
+            PackedWeight.from_gguf_parts(parts, 8, (32, 64))
+
+
 def test_parts_of_two_types_become_a_stack() -> None:
     parts = [q8_0(32, 0), q8_0(32, 1), q4_0(16, 2)]
     packed = pack_stored("qkv", parts)
@@ -56,6 +70,24 @@ def test_parts_of_two_types_become_a_stack() -> None:
 def test_floats_are_left_to_the_loader() -> None:
     assert pack_stored("w", [FloatTensor("w", torch.ones(4, 64))]) is None
     assert pack_stored("w", [q8_0(32, 0), FloatTensor("w", torch.ones(4, 64))]) is None
+
+
+def test_a_load_gives_back_the_pages_of_every_weight(default_model_path: Path) -> None:
+    close_sources()
+    before = resident_bytes(default_model_path)
+    with torch.device("meta"):
+        model = create_model(load_model_config(default_model_path))
+    sizes: list[int] = []
+    load_model_weights(
+        model,
+        default_model_path,
+        device="cpu",
+        dtype=torch.float32,
+        progress=lambda *_: sizes.append(resident_bytes(default_model_path) - before),
+        pack=pack_stored,
+    )
+    assert max(sizes) < 6 << 20  # the vocabulary stays until the end
+    assert resident_bytes(default_model_path) == before
 
 
 def test_the_default_model_stays_packed_and_agrees_with_its_floats(

@@ -14,8 +14,10 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGUFEndian
 
 from minisgl.params import ModelLoadError, UnsupportedModelError
-from minisgl.utils.gguf import TENSOR_TYPES, GGUFFile, is_gguf
+from minisgl.utils.gguf import TENSOR_TYPES, GGUFFile, is_gguf, open_gguf
 from minisgl.utils.model_files import resolve_model
+
+from tests.resident import resident_bytes
 
 
 def write_sample(path: Path, endian: GGUFEndian = GGUFEndian.LITTLE) -> Path:
@@ -112,6 +114,35 @@ def test_writing_to_a_view_never_reaches_the_file(sample: Path) -> None:
     file.tensors["token_embd.weight"].data[:] = 7
     del file
     assert sample.read_bytes() == before
+
+
+def test_released_tensors_take_no_memory_and_can_be_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "big.gguf"
+    first, second = np.arange(1 << 20, dtype=np.float32), np.ones(1 << 18, dtype=np.float32)
+    infos = b"".join(
+        text(name) + struct.pack("<IQIQ", 1, len(data), 0, offset)
+        for name, data, offset in (("a", first, 0), ("b", second, first.nbytes))
+    )
+    head = header(2, 0) + infos
+    path.write_bytes(head + bytes(-len(head) % 32) + first.tobytes() + second.tobytes())
+    file = GGUFFile(path)
+    a, b = (file.tensors[name].data for name in "ab")
+    assert a.view(np.float32).sum() == first.sum() and b.view(np.float32).sum() == len(second)
+    assert resident_bytes(path) >= a.nbytes + b.nbytes
+    file.release(a)
+    assert abs(resident_bytes(path) - b.nbytes) <= 1 << 17
+    file.release(b[: len(b) // 2])
+    assert abs(resident_bytes(path) - b.nbytes // 2) <= 1 << 17
+    assert np.array_equal(a.view(np.float32), first)
+
+
+def test_a_file_that_is_held_is_opened_once(sample: Path) -> None:
+    file = open_gguf(sample)
+    assert open_gguf(sample) is file
+    sample.write_bytes(sample.read_bytes() + b" ")
+    assert open_gguf(sample) is not file
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        open_gguf(sample.with_name("absent"))
 
 
 def test_the_default_model_reads_like_the_reference_reader_reads_it() -> None:

@@ -32,7 +32,7 @@ from minisgl.models import (
 )
 from minisgl.moe import create_moe_backend
 from minisgl.params import ConfigError
-from minisgl.utils import align_ceil, init_logger, resolve_dtype, torch_dtype
+from minisgl.utils import align_ceil, init_logger, resolve_dtype, torch_dtype, zeros_as_used
 from minisgl.utils.model_files import resolve_model
 
 from .device import DeviceStream, NullEvent, count_threads, free_memory, resolve_device
@@ -172,10 +172,10 @@ class Engine:
                 model.rotary_config.max_position,
             )
         self.max_seq_len = min(configured, self.num_pages * page_size)
-        self.page_table = torch.zeros(
+        self.page_table = zeros_as_used(
             (config.max_running_req + 1, align_ceil(self.max_seq_len, page_size)),
-            dtype=torch.int32,
-            device=self.device,
+            torch.int32,
+            self.device,
         )
         self.ctx = Context(page_size)
         self.ctx.kv_cache = self.kv_cache

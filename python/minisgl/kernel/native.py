@@ -114,13 +114,19 @@ def _output(out: torch.Tensor | None, tokens: int, rows: int) -> torch.Tensor:
     return out
 
 
-def pack_gguf(raw: np.ndarray, ggml_type: int, shape: tuple[int, int]) -> Any:
-    """A native packed matrix from the bytes of a GGUF tensor of `shape` (out, in)."""
-    if raw.dtype != np.uint8:
-        raise TypeError(f"raw GGUF data must be uint8, not {raw.dtype}")
-    raw = np.ascontiguousarray(raw)
-    rows, columns = shape
-    return load().packed_from_gguf(raw.ctypes.data, raw.nbytes, int(ggml_type), rows, columns)
+def pack_gguf(
+    parts: Sequence[tuple[np.ndarray, int]], ggml_type: int, shape: tuple[int, int]
+) -> Any:
+    """A native packed matrix of `shape` (out, in) from GGUF tensors, one on top of the other.
+
+    parts: the uint8 bytes of each, and in how many heads its rows are interleaved (0: in none).
+    """
+    for raw, _ in parts:
+        if raw.dtype != np.uint8:
+            raise TypeError(f"raw GGUF data must be uint8, not {raw.dtype}")
+    kept = [(np.ascontiguousarray(raw), num_heads) for raw, num_heads in parts]
+    sources = [(raw.ctypes.data, raw.nbytes, num_heads) for raw, num_heads in kept]
+    return load().packed_from_gguf(sources, int(ggml_type), *shape)
 
 
 def pack_float(tensor: torch.Tensor, fmt: str) -> Any:

@@ -11,19 +11,15 @@ Invariant: nothing but `store_kv`, `write_pages` and a holder of `k_cache`/`v_ca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from minisgl.distributed import current_tp_info
 from minisgl.kernel.torch_ops import store_cache
-from minisgl.utils import div_even
+from minisgl.utils import div_even, zeros_as_used
 
 from .base import BaseKVCachePool
-
-ALIGNMENT = 4096
 
 
 class MHAKVCache(BaseKVCachePool):
@@ -52,7 +48,7 @@ class MHAKVCache(BaseKVCachePool):
         self.dtype = dtype
         self.device = torch.device(device)
         shape = (2, num_layers, num_pages, page_size, self.num_kv_heads, head_dim)
-        self._kv_buffer = _zeros(shape, dtype, self.device)
+        self._kv_buffer = zeros_as_used(shape, dtype, self.device)
 
     def k_cache(self, index: int) -> torch.Tensor:
         """K of one layer, `(pages, page_size, heads, dim)`."""
@@ -91,13 +87,3 @@ class MHAKVCache(BaseKVCachePool):
         shape = self._kv_buffer.shape
         by_page = values.view(len(index), *shape[:2], *shape[3:])
         self._kv_buffer.movedim(2, 0)[index] = by_page
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor that, on a CPU, takes memory only where it is written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    block = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
-    start = -block.ctypes.data % ALIGNMENT
-    return torch.from_numpy(block[start : start + num_bytes]).view(dtype).view(shape)

@@ -18,6 +18,7 @@ import torch
 from minisgl.config import DistributedInfo, SchedulerConfig
 from minisgl.engine import Engine
 from minisgl.message import AbortBackendMsg, BaseBackendMsg, DetokenizeMsg, UserMsg
+from minisgl.models import load_model_config
 from minisgl.params import (
     ConfigError,
     FinishReason,
@@ -27,6 +28,7 @@ from minisgl.params import (
 )
 from minisgl.scheduler import Scheduler
 from minisgl.tokenizer import load_tokenizer
+from minisgl.utils.model_files import resolve_model
 
 from .answer import Answer, StreamEvent
 
@@ -51,8 +53,9 @@ class LLM(Scheduler):
         **config_fields: Any,
     ) -> None:
         config = _make_config(model_path, dtype, config_fields)
+        load_model_config(config.model_path)  # opens the model's file, once for the next two
+        self.tokenizer = load_tokenizer(resolve_model(config.model_path).path)
         engine = Engine(config, progress)
-        self.tokenizer = load_tokenizer(engine.model_path)
         self._inbox: list[BaseBackendMsg] = []
         self._answers: dict[int, Answer] = {}
         self._events: deque[StreamEvent] = deque()

@@ -55,7 +55,6 @@ def _type_id(part: BlockTensor) -> int:
 
 def _pack_rows(parts: list[BlockTensor]) -> PackedWeight:
     """Matrices of one type, on top of each other."""
-    rows = [part.rows() for part in parts]
-    raw = rows[0] if len(rows) == 1 else torch.cat(rows)
-    shape = (raw.shape[0], parts[0].shape[1])
-    return PackedWeight.from_gguf(raw.reshape(-1).numpy(), _type_id(parts[0]), shape)
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    stored = [(part.data.numpy(), part.num_heads) for part in parts]
+    return PackedWeight.from_gguf_parts(stored, _type_id(parts[0]), shape)

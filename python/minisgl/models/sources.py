@@ -18,7 +18,7 @@ import torch
 from minisgl.quant.dequant import FLOAT_TYPES, dequantize, dequantize_into
 from minisgl.utils import cached_load_hf_config
 from minisgl.utils.errors import ModelLoadError
-from minisgl.utils.gguf import GGUFFile, GGUFTensor
+from minisgl.utils.gguf import GGUFFile, GGUFTensor, open_gguf
 from minisgl.utils.model_files import read_json, resolve_model
 
 from .config import ModelConfig
@@ -66,13 +66,14 @@ class FloatTensor(SourceTensor):
 
 @dataclass(slots=True)
 class BlockTensor(SourceTensor):
-    """A GGUF tensor. num_heads: if not 0, its rows are permuted within each of so many heads."""
+    """A GGUF tensor. num_heads: if not 0, its rows are interleaved within each of so many heads."""
 
     name: str
     shape: tuple[int, ...]
     type_name: str
     data: torch.Tensor
     num_heads: int = 0
+    file: GGUFFile | None = None  # what `data` is a view of
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -99,6 +100,11 @@ class BlockTensor(SourceTensor):
             dequantize_into(self.rows(), self.type_name, out)
         else:
             out.copy_(self.tensor())
+
+    def release(self) -> None:
+        """Give its pages of the mapped file back to the system."""
+        if self.file is not None:
+            self.file.release(self.data.numpy())
 
 
 class WeightSource(ABC):
@@ -222,7 +228,7 @@ class GGUFSource(WeightSource):
     @cached_property
     def file(self) -> GGUFFile:
         """The mapped file."""
-        return GGUFFile(self.path)
+        return open_gguf(self.path)
 
     def config(self) -> ModelConfig:
         """From the metadata and the list of tensors."""
@@ -257,7 +263,7 @@ class GGUFSource(WeightSource):
 
     def _block(self, name: str, stored: GGUFTensor, num_heads: int = 0) -> BlockTensor:
         data = torch.from_numpy(stored.data)
-        return BlockTensor(name, tuple(stored.shape), stored.type_name, data, num_heads)
+        return BlockTensor(name, tuple(stored.shape), stored.type_name, data, num_heads, self.file)
 
     def _experts(self, prefix: str, part: str, stored: GGUFTensor) -> list[BlockTensor]:
         if len(stored.shape) != 3:
@@ -269,6 +275,7 @@ class GGUFSource(WeightSource):
                 tuple(stored.shape[1:]),
                 stored.type_name,
                 piece,
+                file=self.file,
             )
             for expert, piece in enumerate(pieces)
         ]

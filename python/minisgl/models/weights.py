@@ -1,7 +1,8 @@
 """From stored tensors to a model's weights: merged, sharded, streamed into their final place.
 
 Q, K and V become `qkv_proj`, gate and up become `gate_up_proj`, experts are stacked. One weight is
-finished before the next is begun, so a load needs the model's memory and one tensor more.
+finished and its source given back before the next is begun, so a load needs the model's memory
+and one tensor more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from minisgl.quant import Weight
 from minisgl.utils.errors import ModelLoadError
 
 from .blocks import CausalLM
-from .sources import SourceTensor, close_sources, open_source
+from .sources import BlockTensor, SourceTensor, close_sources, open_source
 
 Progress = Callable[[int, int], None]
 Pack = Callable[[str, list[SourceTensor]], Weight | None]
@@ -180,7 +181,10 @@ def load_model_weights(
             )  # norms and biases cost nothing
             weight = _assemble(slot, shape, torch.device(device), stored_as, model, tp_info)
         setattr(owner, attribute, weight)
-        done += sum(part.nbytes for part in slot.ordered)
+        for part in slot.ordered:
+            if isinstance(part, BlockTensor):
+                part.release()
+            done += part.nbytes
         if progress is not None:
             progress(done, total)
     close_sources()

@@ -66,7 +66,17 @@ class PackedWeight(Weight):
 
         `ValueError` for a type outside `GGUF_FORMATS` or a size that does not fit the shape.
         """
-        return cls(native.pack_gguf(raw, ggml_type, shape))
+        return cls.from_gguf_parts([(raw, 0)], ggml_type, shape)
+
+    @classmethod
+    def from_gguf_parts(
+        cls, parts: Sequence[tuple[np.ndarray, int]], ggml_type: int, shape: tuple[int, int]
+    ) -> PackedWeight:
+        """`from_gguf` of tensors on top of each other, their rows read where they lie.
+
+        parts: the bytes of each, and in how many heads its rows are interleaved (0: in none).
+        """
+        return cls(native.pack_gguf(parts, ggml_type, shape))
 
     @classmethod
     def from_float(cls, tensor: torch.Tensor, bits: int) -> PackedWeight:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from minisgl.utils import zeros_as_used
+
 
 class TableManager:
     """Hands out rows `0 ... max_running_reqs - 1`.
@@ -18,7 +20,7 @@ class TableManager:
     def __init__(self, max_running_reqs: int, page_table: torch.Tensor) -> None:
         self.max_running_reqs = max_running_reqs
         self.page_table = page_table
-        self.token_pool = torch.zeros_like(page_table, dtype=torch.int32)
+        self.token_pool = zeros_as_used(page_table.shape, torch.int32, page_table.device)
         self._free_rows = list(reversed(range(max_running_reqs)))
         self._is_taken = [False] * max_running_reqs
 

@@ -1,14 +1,20 @@
 """Text to token ids and back: tokenizers, chat templates, incremental decoding, stop strings.
 
-Free of torch. May import `params`, `message` and `utils`.
+Free of torch. May import `params`, `message` and `utils`. Chat templates are imported at their
+first use: plain prompts need no jinja2.
 """
 
-from .chat_template import ChatTemplate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .detokenize import DetokenizeManager, IncrementalDecoder, find_printable_text
 from .load import load_tokenizer
 from .stop import StopStringFilter
 from .tokenize import TokenizeManager
 from .tokenizer import Encoding, Tokenizer
+
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate
 
 __all__ = [
     "ChatTemplate",
@@ -21,3 +27,9 @@ __all__ = [
     "find_printable_text",
     "load_tokenizer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ChatTemplate":
+        return import_module(".chat_template", __name__).ChatTemplate
+    raise AttributeError(f"module 'minisgl.tokenizer' has no attribute {name!r}")

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from minisgl.params import TokenizerError
-from minisgl.utils.gguf import GGUFFile
+from minisgl.utils.gguf import open_gguf
 from minisgl.utils.model_files import read_json, resolve_model
 
 from .gguf_vocab import set_edges, tokenizer_from_gguf
@@ -43,7 +43,7 @@ def load_tokenizer(
     model = resolve_model(model_path)
     if model.kind == "hf":
         return _from_folder(model.path)
-    gguf = GGUFFile(model.path)
+    gguf = open_gguf(model.path)
     backend, special = tokenizer_from_gguf(gguf, pre_tokenizer)
     template = gguf.metadata.get("tokenizer.chat_template")
     return Tokenizer(

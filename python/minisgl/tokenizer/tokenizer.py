@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from minisgl.params import ChatTemplateError, InvalidRequestError
 
-from .chat_template import ChatTemplate
+if TYPE_CHECKING:
+    from .chat_template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,8 @@ class Tokenizer:
                 "a chat_template.jinja beside the model",
                 "messages",
             )
+        from .chat_template import ChatTemplate  # jinja2 comes when the first template does
+
         special = self.special
         named = {"bos": special.bos, "eos": special.eos, "pad": special.pad, "unk": special.unk}
         values = {f"{role}_token": token for role, token in named.items() if token is not None}

@@ -17,7 +17,7 @@ from .registry import Registry
 if TYPE_CHECKING:
     from .model_files import cached_load_hf_config
     from .mp import ZmqPubQueue, ZmqPullQueue, ZmqPushQueue, ZmqSubQueue
-    from .torch_utils import resolve_dtype, torch_dtype
+    from .torch_utils import resolve_dtype, torch_dtype, zeros_as_used
 
 __all__ = [
     "OrderedSet",
@@ -34,6 +34,7 @@ __all__ = [
     "init_logger",
     "resolve_dtype",
     "torch_dtype",
+    "zeros_as_used",
 ]
 
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "cached_load_hf_config": ".model_files",
     "resolve_dtype": ".torch_utils",
     "torch_dtype": ".torch_utils",
+    "zeros_as_used": ".torch_utils",
 }
 
 

@@ -14,9 +14,11 @@ import struct
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
+from .arith import align_ceil
 from .errors import ModelLoadError, UnsupportedModelError
 
 T = TypeVar("T")
@@ -30,6 +32,7 @@ MAX_NAME_BYTES = 1 << 16
 MAX_ARRAY_ITEMS = 1 << 22
 MAX_NESTED_ARRAYS = 1 << 16
 MAX_ALIGNMENT = 1 << 20
+MAPPED_AT_ONCE = 1 << 16  # Linux maps what lies around a page that is read, in such blocks
 
 # id: (name, weights per block, bytes per block)
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
@@ -108,7 +111,8 @@ class GGUFFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        reader = _Reader(self.path, _map_file(self.path))
+        self._map = _map_file(self.path)
+        reader = _Reader(self.path, self._map)
         num_tensors, num_metadata = reader.header()
         self.metadata: dict[str, Any] = reader.metadata(num_metadata)
         if self.field("split.count", int, 0) > 1:
@@ -130,8 +134,34 @@ class GGUFFile:
             )
         return value
 
+    def release(self, data: np.ndarray) -> None:
+        """Give back the memory behind (part of) a tensor's `data`: the next read asks the file.
+
+        What was written to it is lost.
+        """
+        first = data.ctypes.data - np.frombuffer(self._map, np.uint8).ctypes.data
+        start = first // MAPPED_AT_ONCE * MAPPED_AT_ONCE
+        stop = align_ceil(first + data.nbytes, MAPPED_AT_ONCE)
+        self._map.madvise(mmap.MADV_DONTNEED, start, min(stop, len(self._map)) - start)
+
     def __repr__(self) -> str:
         return f"GGUFFile({self.path!r}, {len(self.metadata)} keys, {len(self.tensors)} tensors)"
+
+
+_open_files: WeakValueDictionary[tuple[str, int, int], GGUFFile] = WeakValueDictionary()
+
+
+def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+    """The GGUF file at `path`: the one that somebody holds already, or a new one."""
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise ModelLoadError(f"{os.fspath(path)} cannot be read: {error}") from error
+    key = (os.fspath(path), stat.st_mtime_ns, stat.st_size)
+    file = _open_files.get(key)
+    if file is None:
+        _open_files[key] = file = GGUFFile(path)
+    return file
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import mmap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,3 +45,24 @@ def torch_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(previous)
+
+
+def zeros_as_used(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """A zeroed tensor that, on a CPU, takes memory only where it is written, in small pages.
+
+    Raises `MemoryError` where even the promise of so much memory is refused.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or num_bytes == 0:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    try:
+        block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"no {num_bytes} bytes of memory") from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # What is used of a KV pool lies in as many places as there are layers: with huge pages,
+        # the first token would take 2 MB for each, and the time to zero them.
+        block.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(block, dtype=dtype).view(tuple(shape))
