@@ -7,4 +7,5 @@ NB_MODULE(_native, m) {
   minisgl::bind_matmul(m);
   minisgl::bind_attention(m);
   minisgl::bind_program(m);
+  minisgl::bind_sample(m);
 }

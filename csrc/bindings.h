@@ -14,6 +14,7 @@ void bind_runtime(nanobind::module_& m);
 void bind_matmul(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_program(nanobind::module_& m);
+void bind_sample(nanobind::module_& m);
 
 template <class T>
 T* address(uint64_t value) {

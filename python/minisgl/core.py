@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 
 from minisgl.params import (
@@ -63,13 +64,11 @@ class Req:
         *,
         salt: str = "",
     ) -> None:
-        self._ids = input_ids
-        self._num_ids = len(input_ids)
-        self._owns_ids = False
+        self.input_ids = input_ids
         self.table_idx = table_idx
         self.cached_len = cached_len
-        self.device_len = self._num_ids
-        self.max_device_len = self._num_ids + output_len
+        self.device_len = self.num_ids
+        self.max_device_len = self.num_ids + output_len
         self.output_len = output_len
         self.uid = uid
         self.sampling_params = sampling_params
@@ -82,11 +81,12 @@ class Req:
     @property
     def input_ids(self) -> torch.Tensor:
         """All tokens known on the host, CPU int32: a view, valid until the next append."""
-        return self._ids[: self._num_ids]
+        return torch.from_numpy(self._ids[: self.num_ids])
 
     @input_ids.setter
     def input_ids(self, ids: torch.Tensor) -> None:
-        self._ids, self._num_ids, self._owns_ids = ids, len(ids), False
+        self._ids: np.ndarray = ids.numpy()
+        self.num_ids, self._owns_ids = len(ids), False
 
     @property
     def remain_len(self) -> int:
@@ -115,12 +115,12 @@ class Req:
 
     def append_host(self, next_token: torch.Tensor | int) -> None:
         """Append one sampled token to `input_ids`, in amortised constant time."""
-        if not self._owns_ids or self._num_ids == len(self._ids):
-            grown = torch.empty(max(2 * self._num_ids, 16), dtype=torch.int32)
-            grown[: self._num_ids] = self._ids[: self._num_ids]
+        if not self._owns_ids or self.num_ids == len(self._ids):
+            grown = np.empty(max(2 * self.num_ids, 16), dtype=np.int32)
+            grown[: self.num_ids] = self._ids[: self.num_ids]
             self._ids, self._owns_ids = grown, True
-        self._ids[self._num_ids] = int(next_token)
-        self._num_ids += 1
+        self._ids[self.num_ids] = int(next_token)
+        self.num_ids += 1
 
     def __repr__(self) -> str:
         return (

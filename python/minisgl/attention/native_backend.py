@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from minisgl.core import Batch, Context
@@ -45,16 +46,15 @@ class NativeAttnBackend(BaseAttnBackend):
     def prepare_metadata(self, batch: Batch) -> None:
         """Copy the rows of the page table; `IndexError` if they point outside of the pool."""
         reqs = batch.padded_reqs
-        pool = self._ctx.kv_cache
         paged = native_attention.snapshot(
             self._ctx.page_table,
             [req.table_idx for req in reqs],
             [req.extend_len for req in reqs],
             [req.device_len for req in reqs],
-            pool.k_cache(0).shape[:2].numel(),
+            self._layer(0).num_locations,
         )
-        last = torch.from_numpy(paged.query_start[1:]).to(torch.int64) - 1
-        batch.attn_metadata = NativeAttnMetadata(paged, last)
+        last = paged.query_start[1:].astype(np.int64) - 1
+        batch.attn_metadata = NativeAttnMetadata(paged, torch.from_numpy(last))
 
     def forward(
         self,

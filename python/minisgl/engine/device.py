@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -78,14 +78,14 @@ class DeviceStream:
     def __init__(self, device: torch.device) -> None:
         self.cuda_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @contextmanager
-    def launch_order(self) -> Iterator[None]:
+    def launch_order(self) -> AbstractContextManager[None]:
         """Inside, work goes to this stream, behind all that the caller's stream was given."""
-        if self.cuda_stream is None:
-            yield
-            return
-        self.cuda_stream.wait_stream(torch.cuda.current_stream(self.cuda_stream.device))
-        with torch.cuda.stream(self.cuda_stream):
+        return nullcontext() if self.cuda_stream is None else self._behind(self.cuda_stream)
+
+    @contextmanager
+    def _behind(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
             yield
 
     def record_event(self) -> NullEvent | torch.cuda.Event:

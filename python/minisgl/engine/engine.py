@@ -241,18 +241,19 @@ class Engine:
         self.attn_backend.prepare_metadata(batch)
         return self.sampler.prepare(batch)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits float32 `(requests, vocab)` at the last position of each request."""
         if self.graph_runner.can_replay(batch):
             return self.graph_runner.replay(batch)
-        return self.graph_runner.forward(batch)[: batch.size]
+        logits = self.graph_runner.forward(batch)
+        return logits if batch.padded_size == batch.size else logits[: batch.size]
 
-    @torch.inference_mode()
     def sample(self, batch: Batch, logits: torch.Tensor, args: BatchSamplingArgs) -> ForwardOutput:
         """Choose a token per request and start its copy to the host; -1 marks unusable logits."""
-        tokens = self.sampler.sample(logits[: batch.size], args)
-        on_host = tokens.to("cpu", non_blocking=True)
+        if len(logits) > batch.size:
+            logits = logits[: batch.size]
+        tokens = self.sampler.sample(logits, args)
+        on_host = tokens if tokens.is_cpu else tokens.to("cpu", non_blocking=True)
         return ForwardOutput(tokens, on_host, self._stream.record_event())
 
     def launch_order(self) -> AbstractContextManager[None]:

@@ -139,9 +139,9 @@ class GraphRunner:
         paged = getattr(metadata, "paged", None)
         program = self._find_program() if isinstance(paged, PagedBatch) else None
         if program is None or not isinstance(paged, PagedBatch):
-            with self.ctx.forward_batch(batch):
+            with torch.inference_mode(), self.ctx.forward_batch(batch):
                 logits = self.model.forward()
-            return logits if out is None else out.copy_(logits)
+                return logits if out is None else out.copy_(logits)
         wanted = metadata.wanted_indices
         if wanted is None:
             wanted = metadata.get_last_indices(batch.padded_size)

@@ -7,12 +7,15 @@ all ranks share. A row's token depends on that row alone. A row without usable l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 import torch
 
-from minisgl.core import Batch
+from minisgl.core import Batch, SamplingParams
+from minisgl.kernel import native, native_ops
 
 from .logits import LogitsProcessors, RowState
 
@@ -21,19 +24,20 @@ TOP_CANDIDATES = 1024  # a nucleus is looked for among these before the vocabula
 MIN_TEMPERATURE = 1e-5
 _MASK64 = (1 << 64) - 1
 
+Draw = tuple[float, int, float, float, float]
+
 
 @dataclass
 class BatchSamplingArgs:
-    """What `Sampler.sample` needs besides the logits; tensors are per row of the batch.
+    """What `Sampler.sample` needs besides the logits; of all lists an entry per row of the batch.
 
-    temperatures: None if every row is greedy. seeds: None for a row that draws afresh; positions:
-    absolute position of the token to be chosen.
+    temperatures: None if every row is greedy. filters: (temperature, top_k, top_p, min_p), top_k 1
+    for a greedy row. seeds: None for a row that draws afresh; positions: absolute position of the
+    token to be chosen.
     """
 
     temperatures: torch.Tensor | None
-    top_k: torch.Tensor | None = None
-    top_p: torch.Tensor | None = None
-    min_p: torch.Tensor | None = None
+    filters: list[tuple[float, int, float, float]] = field(default_factory=list)
     seeds: list[int | None] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     processors: list[tuple[int, RowState]] = field(default_factory=list)
@@ -50,11 +54,8 @@ class Sampler:
     ) -> None:
         self.device = torch.device(device)
         self.vocab_size = vocab_size
-        self._generator = torch.Generator()
-        if generator_seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(generator_seed)
+        self._random = Random(generator_seed)
+        self._is_native = self.device.type == "cpu" and native.available()
         self._processors = LogitsProcessors(vocab_size, self.device)
 
     def prepare(self, batch: Batch) -> BatchSamplingArgs:
@@ -63,16 +64,19 @@ class Sampler:
         processors = self._processors.rows_of(batch.reqs)
         if all(p.is_greedy for p in params):
             return BatchSamplingArgs(temperatures=None, processors=processors)
-        top_k = [p.top_k if 0 < p.top_k < self.vocab_size else self.vocab_size for p in params]
+        filters = [self._filter(p) for p in params]
         return BatchSamplingArgs(
-            temperatures=self._tensor([p.temperature for p in params]),
-            top_k=self._tensor([1 if p.is_greedy else k for p, k in zip(params, top_k)]).long(),
-            top_p=self._tensor([p.top_p for p in params]),
-            min_p=self._tensor([p.min_p for p in params]),
+            temperatures=torch.tensor([temperature for temperature, *_ in filters]),
+            filters=filters,
             seeds=[p.seed for p in params],
             positions=[req.device_len for req in batch.reqs],
             processors=processors,
         )
+
+    def _filter(self, params: SamplingParams) -> tuple[float, int, float, float]:
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        is_argmax = params.is_greedy or params.temperature <= 0.0
+        return params.temperature, 1 if is_argmax else top_k, params.top_p, params.min_p
 
     def sample(self, logits: torch.Tensor, args: BatchSamplingArgs) -> torch.Tensor:
         """Tokens int32 `(rows,)` for float32 logits `(rows, vocab)`; -1 for a row without use."""
@@ -80,49 +84,24 @@ class Sampler:
             logits = logits.clone()
             for row, state in args.processors:
                 state.apply(logits[row])
-        best, tokens = logits.max(dim=-1)
-        if args.temperatures is not None and args.top_k is not None:
-            is_drawn = (args.temperatures > 0.0) & (args.top_k > 1)
-            rows = is_drawn.nonzero().flatten()
-            if len(rows):
-                tokens = tokens.index_copy(0, rows, self._draw(logits[rows], rows, args))
-        tokens = torch.where(torch.isfinite(best), tokens, NO_TOKEN).to(torch.int32)
+        draws = [
+            (*limits, uniform) for limits, uniform in zip(args.filters, self._uniform(args))
+        ]
+        if self._is_native:
+            chosen = native_ops.choose_tokens(logits.contiguous(), draws)
+            tokens = torch.from_numpy(np.array(chosen, dtype=np.int32))
+        else:
+            tokens = choose_tokens(logits, draws)
         for row, state in args.processors:
             state.update(tokens[row : row + 1])
         return tokens
 
-    def _draw(
-        self, logits: torch.Tensor, rows: torch.Tensor, args: BatchSamplingArgs
-    ) -> torch.Tensor:
-        """Tokens int64 for the rows that are not greedy."""
-        assert args.temperatures is not None and args.top_k is not None
-        assert args.top_p is not None and args.min_p is not None
-        scaled = logits.float() / args.temperatures[rows].clamp(min=MIN_TEMPERATURE).unsqueeze(1)
-        scaled = torch.nan_to_num(scaled, nan=float("-inf"))
-        probs = torch.softmax(scaled, dim=-1)
-        uniform = self._uniform(rows.tolist(), args)
-        top_k, top_p, min_p = args.top_k[rows], args.top_p[rows], args.min_p[rows]
-        whole = (top_k >= self.vocab_size) & (top_p >= 1.0) & (min_p <= 0.0)
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-        if whole.any():
-            tokens[whole] = _invert(probs[whole], uniform[whole])
-        cut = (~whole).nonzero().flatten()
-        if len(cut):
-            tokens[cut] = _draw_filtered(
-                probs[cut], uniform[cut], top_k[cut], top_p[cut], min_p[cut]
-            )
-        return tokens
-
-    def _uniform(self, rows: list[int], args: BatchSamplingArgs) -> torch.Tensor:
-        """One number in [0, 1) per row, float64."""
-        drawn = torch.rand(len(rows), generator=self._generator, dtype=torch.float64)
-        for i, row in enumerate(rows):
-            if (seed := args.seeds[row]) is not None:
-                drawn[i] = seeded_uniform(seed, args.positions[row])
-        return drawn.to(self.device)
-
-    def _tensor(self, values: list[float]) -> torch.Tensor:
-        return torch.from_numpy(np.array(values, dtype=np.float32)).to(self.device)
+    def _uniform(self, args: BatchSamplingArgs) -> list[float]:
+        """One number in [0, 1) for each row of a batch that is not greedy throughout."""
+        return [
+            self._random.random() if seed is None else seeded_uniform(seed, position)
+            for seed, position in zip(args.seeds, args.positions)
+        ]
 
 
 def seeded_uniform(seed: int, position: int) -> float:
@@ -137,61 +116,59 @@ def _mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Index `(rows,)` where the running sum of `weights` `(rows, n)` passes `uniform` of all."""
-    sums = weights.double().cumsum(dim=-1)
-    target = uniform.unsqueeze(1) * sums[:, -1:]
-    index = torch.searchsorted(sums, target, right=True).flatten()
-    last = weights.shape[1] - 1 - (weights.flip(1) > 0).int().argmax(dim=1)
-    return torch.minimum(index, last)
+def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """The twin of `native_ops.choose_tokens` for any device: tokens int32 `(rows,)`."""
+    best, tokens = logits.max(dim=-1)
+    drawn = [i for i, (temperature, top_k, *_) in enumerate(draws) if temperature > 0 and top_k > 1]
+    if drawn:
+        rows = torch.tensor(drawn, device=logits.device)
+        limits = [draws[i] for i in drawn]
+        found = _draw(logits[rows], torch.tensor(limits, dtype=torch.float64).to(logits.device))
+        tokens = tokens.index_copy(0, rows, found)
+    return torch.where(torch.isfinite(best), tokens, NO_TOKEN).to(torch.int32)
 
 
-def _draw_filtered(
-    probs: torch.Tensor,
-    uniform: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-) -> torch.Tensor:
-    """Top-k, then top-p of what is left, then min-p, then the draw."""
+def _draw(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Tokens int64 for rows that are not greedy; draws: float64 `(rows, 5)`."""
+    temperature, top_k, top_p, min_p, uniform = draws.unbind(1)
+    scaled = logits.float() / temperature.float().clamp(min=MIN_TEMPERATURE).unsqueeze(1)
+    probs = torch.softmax(torch.nan_to_num(scaled, nan=float("-inf")), dim=-1)
     num_candidates = min(TOP_CANDIDATES, probs.shape[1])
     values, ids = probs.topk(num_candidates, dim=-1)
-    ends_inside = (values.double().sum(dim=-1) >= top_p) | (values[:, -1] < min_p * values[:, 0])
+    mass = values.double().sum(dim=-1)
+    is_whole = (top_k >= probs.shape[1]) & (top_p >= 1.0) & (min_p <= 0.0)
+    ends_inside = torch.where(
+        is_whole, mass > uniform, (mass >= top_p) | (values[:, -1] < min_p * values[:, 0])
+    )
     enough = (ends_inside & (top_k >= probs.shape[1])) | (top_k <= num_candidates)
     tokens = torch.empty(len(probs), dtype=torch.int64, device=probs.device)
     if enough.any():
-        tokens[enough] = _draw_sorted(
-            values[enough],
-            ids[enough],
-            uniform[enough],
-            top_k[enough],
-            top_p[enough],
-            min_p[enough],
-        )
+        tokens[enough] = _draw_sorted(values[enough], ids[enough], draws[enough], probs.shape[1])
     rest = (~enough).nonzero().flatten()
     if len(rest):
-        values, ids = probs[rest].sort(dim=-1, descending=True)
-        tokens[rest] = _draw_sorted(
-            values, ids, uniform[rest], top_k[rest], top_p[rest], min_p[rest]
-        )
+        values, ids = probs[rest].sort(dim=-1, descending=True, stable=True)
+        tokens[rest] = _draw_sorted(values, ids, draws[rest], probs.shape[1])
     return tokens
 
 
 def _draw_sorted(
-    values: torch.Tensor,
-    ids: torch.Tensor,
-    uniform: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
+    values: torch.Tensor, ids: torch.Tensor, draws: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """The draw from candidates sorted by falling probability `(rows, n)`."""
+    """The draw from candidates sorted by falling probability `(rows, n)`.
+
+    Top-k, then top-p of what is left, then min-p, then the first whose running sum passes `uniform`
+    of all.
+    """
+    _, top_k, top_p, min_p, uniform = draws.unsqueeze(2).unbind(1)
     rank = torch.arange(values.shape[1], device=values.device)
-    weights = torch.where(rank < top_k.unsqueeze(1), values, 0.0).double()
+    weights = torch.where(rank < top_k, values, 0.0).double()
     before = weights.cumsum(dim=-1) - weights
-    kept_mass = torch.where(
-        top_k.unsqueeze(1) < values.shape[1], weights.sum(dim=-1, keepdim=True), 1.0
-    )
-    weights = torch.where(before < top_p.unsqueeze(1) * kept_mass, weights, 0.0)
-    weights = torch.where(weights >= min_p.unsqueeze(1) * weights[:, :1], weights, 0.0)
-    return ids.gather(1, _invert(weights, uniform).unsqueeze(1)).flatten()
+    mass = torch.where(top_k < vocab_size, weights.sum(dim=-1, keepdim=True), 1.0)
+    weights = torch.where((before < top_p * mass) | (top_p >= 1.0), weights, 0.0)
+    weights = torch.where(weights >= min_p * weights[:, :1], weights, 0.0)
+    is_whole = (top_k >= vocab_size) & (top_p >= 1.0) & (min_p <= 0.0)
+    sums = weights.cumsum(dim=-1)
+    target = uniform * torch.where(is_whole, 1.0, sums[:, -1:])
+    index = torch.searchsorted(sums, target, right=True)
+    last = weights.shape[1] - 1 - (weights.flip(1) > 0).int().argmax(dim=1, keepdim=True)
+    return ids.gather(1, torch.minimum(index, last)).flatten()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from . import native
 
 # Numbers that csrc/attention.h gives to kinds of keys and values.
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+INT32 = np.dtype(np.int32).str
 
 
 def _floats(name: str, x: torch.Tensor | None, shape: tuple[int, ...]) -> int:
@@ -98,23 +100,31 @@ class PagedBatch:
     addresses: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name, x in (
-            ("query_start", self.query_start), ("kv_len", self.kv_len), ("rows", self.rows)
-        ):  # fmt: skip
-            if x.dtype != np.int32 or not x.flags.c_contiguous:
-                raise TypeError(f"{name} must be a contiguous int32 array, not {x.dtype}")
+        addresses = (
+            _address("query_start", self.query_start),
+            _address("kv_len", self.kv_len),
+            _address("rows", self.rows),
+        )
         n = len(self.kv_len)
         if self.kv_len.ndim != 1 or self.query_start.shape != (n + 1,):
             raise ValueError(f"{n} requests, but query_start has shape {self.query_start.shape}")
         if self.rows.ndim != 2 or len(self.rows) != n:
             raise ValueError(f"{n} requests, but rows has shape {self.rows.shape}")
-        arrays = (self.query_start.ctypes.data, self.kv_len.ctypes.data, self.rows.ctypes.data)
-        object.__setattr__(self, "addresses", (n, *arrays, self.rows.shape[1]))
+        object.__setattr__(self, "addresses", (n, *addresses, self.rows.shape[1]))
 
     @property
     def num_tokens(self) -> int:
         """Query tokens of all requests."""
         return int(self.query_start[-1])
+
+
+def _address(name: str, x: np.ndarray) -> int:
+    """The address of a contiguous int32 array."""
+    face = x.__array_interface__  # everything in one look, which costs less than four
+    if face["typestr"] != INT32 or face["strides"] is not None:
+        raise TypeError(f"{name} must be a contiguous int32 array, not {x.dtype}")
+    address: int = face["data"][0]
+    return address
 
 
 def snapshot(
@@ -130,29 +140,28 @@ def snapshot(
         raise TypeError(f"the page table must be int32 on the CPU, not {page_table.dtype}")
     if page_table.dim() != 2 or (page_table.shape[1] > 1 and page_table.stride(1) != 1):
         raise ValueError("the page table must be a matrix with contiguous rows")
-    indices = np.asarray(table_indices, dtype=np.int32)
-    kv_len = np.asarray(kv_lens, dtype=np.int32)
-    query_start = np.zeros(len(kv_len) + 1, dtype=np.int32)
-    np.cumsum(query_lens, out=query_start[1:])
-    if indices.shape != kv_len.shape:
-        raise ValueError(f"{len(indices)} rows, but {len(kv_len)} lengths")
-    longest = int(kv_len.max(initial=0))
+    n = len(kv_lens)
+    if len(table_indices) != n or len(query_lens) != n:
+        raise ValueError(f"{len(table_indices)} rows and {len(query_lens)} counts, {n} lengths")
+    longest = max(kv_lens, default=0)
     if longest > page_table.shape[1]:
         raise IndexError(f"a request of {longest} tokens, a page table of {page_table.shape[1]}")
-    rows = np.empty((len(kv_len), longest), dtype=np.int32)
+    ints = np.array([*accumulate(query_lens, initial=0), *kv_lens, *table_indices], dtype=np.int32)
+    batch = PagedBatch(ints[: n + 1], ints[n + 1 : 2 * n + 1], np.empty((n, longest), np.int32))
+    _, start_address, length_address, rows_address, _ = batch.addresses
     native.load().snapshot_rows(
         page_table.data_ptr(),
         page_table.shape[0],
         page_table.stride(0),
         page_table.shape[1],
-        indices.ctypes.data,
-        kv_len.ctypes.data,
-        len(kv_len),
-        rows.ctypes.data,
+        start_address + (2 * n + 1) * ints.itemsize,
+        length_address,
+        n,
+        rows_address,
         longest,
         num_locations,
     )
-    return PagedBatch(query_start, kv_len, rows)
+    return batch
 
 
 def _heads(name: str, x: torch.Tensor, heads: int | None, dim: int) -> torch.Tensor:

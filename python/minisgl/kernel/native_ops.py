@@ -7,6 +7,8 @@ and `utils`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .native import load
@@ -90,6 +92,18 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values, indices = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
     load().arg_max(logits.data_ptr(), rows, width, width, values.data_ptr(), indices.data_ptr())
     return values, indices
+
+
+def choose_tokens(
+    logits: torch.Tensor, draws: Sequence[tuple[float, int, float, float, float]] = ()
+) -> list[int]:
+    """A token for each row, -1 where its maximum is not finite; csrc/sample.h says how.
+
+    draws: (temperature, top_k, top_p, min_p, a number in [0, 1)) of each row; none: all greedy.
+    """
+    rows, width = _logits(logits).shape
+    tokens: list[int] = load().choose_tokens(logits.data_ptr(), rows, width, width, draws)
+    return tokens
 
 
 def softmax_stats(

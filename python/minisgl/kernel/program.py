@@ -263,6 +263,9 @@ def _ints(
     dtype: torch.dtype = torch.int32,
 ) -> torch.Tensor:
     """`values` as a contiguous vector of `dtype` on the CPU."""
+    if type(values) is torch.Tensor and values.dtype is dtype and values.is_cpu:
+        if values.dim() == 1 and values.is_contiguous() and shape in (None, values.shape):
+            return values  # as it always comes: every look at a tensor costs
     if not isinstance(values, torch.Tensor) or values.device.type != "cpu":
         raise TypeError(f"{name} must be a tensor on the CPU")
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype is torch.bool:

@@ -17,7 +17,7 @@ from minisgl.core import Req
 from minisgl.kvcache import BaseCacheHandle, MatchResult, create_prefix_cache
 from minisgl.utils import div_ceil
 
-from .utils import PendingReq, to_device
+from .utils import PendingReq, cells, to_device, to_tensor, token_index
 
 
 class CacheManager:
@@ -83,18 +83,19 @@ class CacheManager:
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
         """Give every request the pages for `[cached_len, device_len)`, all or nothing."""
+        page_size = self.page_size
         spans: list[tuple[int, int, int]] = []
         for req in reqs:
-            first_page = div_ceil(req.cached_len, self.page_size)
-            last_page = div_ceil(req.device_len, self.page_size)
+            first_page = div_ceil(req.cached_len, page_size)
+            last_page = div_ceil(req.device_len, page_size)
             if last_page > first_page:
                 spans.append((req.table_idx, first_page, last_page))
         needed_pages = sum(last - first for _, first, last in spans)
         if needed_pages > 0:
             allocated = self._page_to_token(self._allocate(needed_pages))
-            _write_page_table(self.page_table, allocated, spans, self.page_size)
+            _write_page_table(self.page_table, allocated, spans, page_size)
         for req in reqs:
-            self._owners[req.table_idx] = (req, div_ceil(req.device_len, self.page_size))
+            self._owners[req.table_idx] = (req, div_ceil(req.device_len, page_size))
 
     def cache_req(self, req: Req, *, finished: bool, length: int | None = None) -> None:
         """Hand a request's KV to the prefix cache; at its end, give back all that is left.
@@ -237,6 +238,7 @@ class _FreeList:
 
     def __init__(self, num_pages: int, page_size: int, device: torch.device) -> None:
         self._buffer = torch.empty(2 * num_pages, dtype=torch.int32, device=device)
+        self._cells = cells(self._buffer)
         self._buffer[:num_pages] = torch.arange(num_pages, dtype=torch.int32) * page_size
         self._start, self._end = 0, num_pages
 
@@ -251,6 +253,7 @@ class _FreeList:
     @slots.setter
     def slots(self, slots: torch.Tensor) -> None:
         self._buffer = torch.cat([slots.to(torch.int32), torch.empty_like(self._buffer)])
+        self._cells = cells(self._buffer)
         self._start, self._end = 0, len(slots)
 
     def push(self, pages: torch.Tensor) -> None:
@@ -267,9 +270,8 @@ class _FreeList:
     def pop(self, num_pages: int) -> torch.Tensor:
         """Take pages from the front; a copy."""
         assert num_pages <= len(self), f"{num_pages} pages wanted, {len(self)} free"
-        pages = self._buffer[self._start : self._start + num_pages].clone()
-        self._start += num_pages
-        return pages
+        start, self._start = self._start, self._start + num_pages
+        return to_tensor(self._cells[start : self._start] + 0)  # the sum is a copy
 
 
 def _write_page_table(
@@ -279,10 +281,10 @@ def _write_page_table(
     page_size: int,
 ) -> None:
     """Write all new locations in one indexed assignment; a span: (row, first page, end page)."""
-    table = np.array(spans, dtype=np.int64).reshape(-1, 3)
-    lens = (table[:, 2] - table[:, 1]) * page_size
-    rows = np.repeat(table[:, 0], lens)
-    starts = table[:, 1] * page_size - (np.cumsum(lens) - lens)
-    columns = np.repeat(starts, lens) + np.arange(len(rows))
+    rows, columns = token_index(
+        [row for row, _, _ in spans],
+        [first * page_size for _, first, _ in spans],
+        [(end - first) * page_size for _, first, end in spans],
+    )
     device = page_table.device
-    page_table[to_device(rows, device), to_device(columns, device)] = allocated
+    cells(page_table)[to_device(rows, device), to_device(columns, device)] = cells(allocated)

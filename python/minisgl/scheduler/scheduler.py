@@ -33,7 +33,14 @@ from .prefill import PrefillManager, clamp_max_tokens
 from .protocols import EngineProtocol, ForwardOutputProtocol, IOProtocol
 from .record import StepRecord
 from .table import TableManager
-from .utils import ForwardData, ForwardInput, make_positions, make_write_tuple
+from .utils import (
+    ForwardData,
+    ForwardInput,
+    cells,
+    make_positions,
+    make_write_tuple,
+    to_tensor,
+)
 
 logger = init_logger(__name__)
 
@@ -64,6 +71,8 @@ class Scheduler:
         self.device = engine.device
         self.table_manager = TableManager(config.max_running_req, engine.page_table)
         self.token_pool = self.table_manager.token_pool
+        self._tokens = cells(self.token_pool)
+        self._locations = cells(engine.page_table)
         self.cache_manager = CacheManager(
             engine.num_pages, config.page_size, engine.page_table, config.cache_type
         )
@@ -220,7 +229,7 @@ class Scheduler:
         self.engine.pad_batch(batch)
         self.cache_manager.allocate_paged(batch.reqs)
         batch.positions, input_tuple = make_positions(batch, self.device)
-        batch.out_loc = self.engine.page_table[input_tuple]
+        batch.out_loc = to_tensor(self._locations[input_tuple])
         return ForwardInput(
             batch=batch,
             sample_args=self.engine.prepare(batch),
@@ -233,7 +242,7 @@ class Scheduler:
         if forward_input is None:
             return None
         batch = forward_input.batch
-        num_tokens = sum(req.extend_len for req in batch.reqs)
+        num_tokens = sum(req.extend_len for req in batch.reqs) if self.step_listeners else 0
         start = time.perf_counter()
         try:
             with self.engine.launch_order():
@@ -250,11 +259,11 @@ class Scheduler:
     def _forward(self, forward_input: ForwardInput) -> ForwardOutputProtocol:
         """Forward, sample, account: the requests of the batch are one token further."""
         batch, sample_args, input_tuple, write_tuple = forward_input
-        batch.input_ids = self.token_pool[input_tuple]
+        batch.input_ids = to_tensor(self._tokens[input_tuple])
         logits = self.engine.forward(batch)
         output = self.engine.sample(batch, logits, sample_args)
-        # A row without a token may be computed once more under overlap, so it needs a valid id.
-        self.token_pool[write_tuple] = output.next_tokens_gpu.clamp(min=0)
+        # A row without a token (-1) may be computed once more under overlap: it needs a valid id.
+        self._tokens[write_tuple] = abs(cells(output.next_tokens_gpu))
         for req in batch.reqs:
             req.complete_one()
         self.decode_manager.filter_reqs(batch.reqs)
@@ -311,14 +320,14 @@ class Scheduler:
         if reason is not None:
             self._end_req(req, reason)
         elif ends_prefill:  # the KV of tokens that are still in flight is not shared yet
-            self.cache_manager.cache_req(req, finished=False, length=len(req.input_ids) - 1)
+            self.cache_manager.cache_req(req, finished=False, length=req.num_ids - 1)
 
     def _reason_to_stop(self, req: Req, token: int) -> FinishReason | None:
         params = req.sampling_params
         is_eos = not params.ignore_eos and token in self._eos_token_ids
         if is_eos or token in params.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(req.input_ids) >= req.max_device_len else None
+        return FinishReason.LENGTH if req.num_ids >= req.max_device_len else None
 
     def _reply(
         self, uid: int, token: int, reason: FinishReason | None, error: str | None = None

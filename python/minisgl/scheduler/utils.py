@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,41 +37,68 @@ class PendingReq:
         return self.sampling_params.max_tokens
 
 
+# An integer array where the scheduler works: numpy on a CPU, where one operation of torch costs as
+# much as several of numpy, and a tensor on CUDA. Both index and assign alike.
+Ints = Any
+
+
+def cells(tensor: torch.Tensor) -> Ints:
+    """A tensor as what `Ints` is on its device; shares its memory."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Ints:
+    """A host array as `Ints`; on CUDA through pinned memory, without waiting."""
+    if device.type == "cuda":
+        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+    return array
+
+
+def to_tensor(ints: Ints) -> torch.Tensor:
+    """The inverse of `cells`."""
+    return torch.from_numpy(ints) if isinstance(ints, np.ndarray) else ints
+
+
 class ForwardInput(NamedTuple):
     """One step, ready to launch. `input_tuple` and `write_tuple` index the token pool."""
 
     batch: Batch
     sample_args: Any
-    input_tuple: tuple[torch.Tensor, torch.Tensor]
-    write_tuple: tuple[torch.Tensor, torch.Tensor]
+    input_tuple: tuple[Ints, Ints]
+    write_tuple: tuple[Ints, Ints]
 
 
 ForwardData = tuple[ForwardInput, "ForwardOutputProtocol"]
 
 
-def to_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """A host array on `device`; on CUDA through pinned memory, without waiting."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor
+def token_index(
+    rows: Sequence[int], starts: Sequence[int], lens: Sequence[int]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Rows and columns, int64 `(tokens,)`, of `lens[i]` cells from `(rows[i], starts[i])` on.
+
+    No length is 0.
+    """
+    row, column = np.array(rows, dtype=np.int64), np.array(starts, dtype=np.int64)
+    if max(lens, default=1) == 1:
+        return row, column
+    counts = np.array(lens, dtype=np.int64)
+    row = np.repeat(row, counts)
+    return row, np.repeat(column - (np.cumsum(counts) - counts), counts) + np.arange(len(row))
 
 
-def make_positions(
-    batch: Batch, device: torch.device
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def make_positions(batch: Batch, device: torch.device) -> tuple[torch.Tensor, tuple[Ints, Ints]]:
     """Positions int32 `(tokens,)` of what the batch computes, and their index in a table."""
     reqs = batch.padded_reqs
-    lens = np.array([req.extend_len for req in reqs], dtype=np.int64)
-    starts = np.array([req.cached_len for req in reqs], dtype=np.int64)
-    rows = np.repeat(np.array([req.table_idx for req in reqs], dtype=np.int64), lens)
-    within = np.arange(len(rows), dtype=np.int64) - np.repeat(np.cumsum(lens) - lens, lens)
-    columns = np.repeat(starts, lens) + within
+    rows, columns = token_index(
+        [req.table_idx for req in reqs],
+        [req.cached_len for req in reqs],
+        [req.extend_len for req in reqs],
+    )
     index = (to_device(rows, device), to_device(columns, device))
-    return to_device(columns.astype(np.int32), device), index
+    return to_tensor(to_device(columns.astype(np.int32), device)), index
 
 
-def make_write_tuple(reqs: list[Req], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def make_write_tuple(reqs: list[Req], device: torch.device) -> tuple[Ints, Ints]:
     """Where each request's next token goes in the token pool.
 
     A token that nobody will read goes to the last column: a prompt leaves room for at least one
