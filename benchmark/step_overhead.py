@@ -138,11 +138,11 @@ def measure(llm: LLM, streams: int, params: SamplingParams, by_function: bool) -
 
 def report(streams: int, plain: Stopwatch, detailed: Stopwatch) -> None:
     rest = [step - forward for step, forward in zip(plain.steps, plain.forwards)]
-    share = [part / step for part, step in zip(rest, plain.steps)]
+    share = 100 * statistics.median(part / step for part, step in zip(rest, plain.steps))
     print(
         f"\n{streams} streams: step {quartile(plain.steps):.0f} us, native forward "
         f"{quartile(plain.forwards):.0f} us, the rest {quartile(rest):.0f} us (median "
-        f"{statistics.median(rest) * 1e6:.0f}); Python's share {100 * statistics.median(share):.1f} %"
+        f"{statistics.median(rest) * 1e6:.0f}); Python's share {share:.1f} %"
     )
     rows = []
     for owner, name in FUNCTIONS:

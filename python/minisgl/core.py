@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -129,22 +129,41 @@ class Req:
         )
 
 
+class TokenInts:
+    """A field of integers `(tokens,)`: set from a tensor or a numpy array, it reads as a tensor."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, obj: Any, owner: type | None = None) -> torch.Tensor:
+        try:
+            values = obj.ints[self._name]
+        except KeyError:
+            raise AttributeError(f"{self._name} of this batch is not set yet") from None
+        return torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+
+    def __set__(self, obj: Any, values: torch.Tensor | np.ndarray) -> None:
+        obj.ints[self._name] = values
+
+
 class Batch:
     """The requests of one forward. Everything but `reqs` and `phase` is filled in before it runs.
 
-    positions, input_ids, out_loc: int tensors `(tokens,)` over the padded requests; `out_loc` is
-    where each token's K and V go. `padded_reqs` may end in dummy requests.
+    positions, input_ids, out_loc: ints `(tokens,)` over the padded requests; `out_loc` is where
+    each token's K and V go. `ints` has them by name as they were set, so that arrays can go to a
+    native program without becoming tensors. `padded_reqs` may end in dummy requests.
     """
 
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    out_loc: torch.Tensor
+    input_ids = TokenInts()
+    positions = TokenInts()
+    out_loc = TokenInts()
     attn_metadata: BaseAttnMetadata
 
     def __init__(self, reqs: Sequence[Req], phase: Literal["prefill", "decode"]) -> None:
         self.reqs = list(reqs)
         self.phase = phase
         self.padded_reqs = self.reqs
+        self.ints: dict[str, torch.Tensor | np.ndarray] = {}
 
     @property
     def is_prefill(self) -> bool:

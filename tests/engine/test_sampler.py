@@ -11,10 +11,13 @@ import torch
 
 from minisgl.core import Batch, Req, SamplingParams
 from minisgl.engine import BatchSamplingArgs, Sampler
+from minisgl.engine.sample import choose_tokens
+from minisgl.kernel import native, native_ops
 from minisgl.scheduler import ChunkedReq
 
 VOCAB_SIZE = 40
 CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(not native.available(), reason="no native kernels here")
 
 
 def request(params: SamplingParams, uid: int = 0, num_ids: int = 5) -> Req:
@@ -186,6 +189,79 @@ def test_rows_of_one_batch_are_filtered_each_by_its_own_parameters() -> None:
         seen = set(tokens[i::4])
         allowed = set((reference(logits, params) > 0).nonzero().flatten().tolist())
         assert seen <= allowed and len(seen) >= min(3, len(allowed))
+
+
+# --- the twins ---
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 40},
+    {"top_k": 2000},
+    {"top_p": 0.9},
+    {"top_p": 0.999},
+    {"min_p": 0.02},
+    {"min_p": 1e-7},
+    {"top_k": 300, "top_p": 0.8, "min_p": 0.01},
+    {"top_p": 1e-6},
+]
+
+
+@needs_native
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("fields", FILTERS, ids=str)
+def test_the_native_draw_is_that_of_torch(fields: dict[str, Any], temperature: float) -> None:
+    logits = torch.randn(60, 5000, generator=torch.Generator().manual_seed(6)) * 2.5
+    limits = {"top_k": 5000, "top_p": 1.0, "min_p": 0.0, **fields}
+    draws = [(temperature, *limits.values(), (i * 0.618034) % 1.0) for i in range(60)]
+    expected = choose_tokens(logits, draws).tolist()
+    found = native_ops.choose_tokens(logits, draws)
+    # A draw that falls on the border of two tokens may land on either side: sums are rounded.
+    assert sum(a != b for a, b in zip(found, expected)) <= 1
+    assert len(set(found)) > 20 or limits["top_p"] < 0.1 or temperature < 1.0
+
+
+@needs_native
+def test_a_row_is_drawn_alike_alone_and_among_others() -> None:
+    logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(8))
+    draws = [(1.0, 5000, 0.95 if i % 2 else 1.0, 0.0, i / 40) for i in range(40)]
+    alone = [native_ops.choose_tokens(logits[i : i + 1], draws[i : i + 1])[0] for i in range(40)]
+    assert native_ops.choose_tokens(logits, draws) == alone
+    assert native_ops.choose_tokens(logits) == logits.argmax(-1).tolist()
+
+
+@needs_native
+def test_the_largest_draw_never_takes_a_token_without_mass() -> None:
+    logits = torch.full((1, 300), float("-inf"))
+    logits[0, 5], logits[0, 9] = 1.0, 0.5
+    for top_k in (2, 7, 300):
+        draws = [(1.0, top_k, 1.0, 0.0, 1.0 - 2.0**-53)]
+        assert native_ops.choose_tokens(logits, draws) == [9]
+        assert choose_tokens(logits, draws).tolist() == [9]
+
+
+@needs_native
+def test_a_draw_for_each_row_or_none() -> None:
+    with pytest.raises(ValueError, match="a draw for each row"):
+        native_ops.choose_tokens(torch.zeros(3, 8), [(1.0, 8, 1.0, 0.0, 0.5)])
+    assert native_ops.choose_tokens(torch.zeros(0, 8)) == []
+
+
+@needs_native
+def test_without_the_native_kernels_the_tokens_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = random_logits(seed=11, rows=6)
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=1.0, seed=3),
+        SamplingParams(temperature=1, top_p=1, min_p=0, top_k=3, seed=4),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=5),
+        SamplingParams(temperature=2.0, min_p=0.2, seed=6, presence_penalty=1.0),
+        SamplingParams(temperature=2.0, seed=7),
+    ]
+    found = draw(params, logits)
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert draw(params, logits) == found
 
 
 # --- seeds ---

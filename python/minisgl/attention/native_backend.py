@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from minisgl.core import Batch, Context
@@ -26,12 +25,11 @@ class NativeAttnMetadata(BaseAttnMetadata):
     """paged: lengths and a snapshot of the page-table rows, int32 arrays for the kernels."""
 
     paged: PagedBatch
-    last_indices: torch.Tensor
     wanted_indices: torch.Tensor | None = None
 
     def get_last_indices(self, n: int) -> torch.Tensor:
         """The token row of the last position of each of the first `n` requests, int64 (n,)."""
-        return self.last_indices[:n]
+        return torch.from_numpy(self.paged.last_rows[:n])
 
 
 class NativeAttnBackend(BaseAttnBackend):
@@ -51,10 +49,9 @@ class NativeAttnBackend(BaseAttnBackend):
             [req.table_idx for req in reqs],
             [req.extend_len for req in reqs],
             [req.device_len for req in reqs],
-            self._layer(0).num_locations,
+            self._layer(0).pool[-1],
         )
-        last = paged.query_start[1:].astype(np.int64) - 1
-        batch.attn_metadata = NativeAttnMetadata(paged, torch.from_numpy(last))
+        batch.attn_metadata = NativeAttnMetadata(paged)
 
     def forward(
         self,

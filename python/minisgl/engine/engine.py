@@ -250,7 +250,7 @@ class Engine:
 
     def sample(self, batch: Batch, logits: torch.Tensor, args: BatchSamplingArgs) -> ForwardOutput:
         """Choose a token per request and start its copy to the host; -1 marks unusable logits."""
-        if len(logits) > batch.size:
+        if logits.shape[0] > batch.size:
             logits = logits[: batch.size]
         tokens = self.sampler.sample(logits, args)
         on_host = tokens if tokens.is_cpu else tokens.to("cpu", non_blocking=True)

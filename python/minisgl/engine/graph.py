@@ -142,10 +142,12 @@ class GraphRunner:
             with torch.inference_mode(), self.ctx.forward_batch(batch):
                 logits = self.model.forward()
                 return logits if out is None else out.copy_(logits)
-        wanted = metadata.wanted_indices
-        if wanted is None:
-            wanted = metadata.get_last_indices(batch.padded_size)
-        return program.run(batch.input_ids, batch.positions, batch.out_loc, paged, wanted, out)
+        asked = metadata.wanted_indices
+        wanted = paged.last_rows if asked is None else asked
+        ints = batch.ints
+        return program.run(
+            ints["input_ids"], ints["positions"], ints["out_loc"], paged, wanted, out
+        )
 
     def _find_program(self) -> Program | None:
         """The model as a native program, recorded at the first forward: then weights are there."""

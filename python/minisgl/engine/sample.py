@@ -76,7 +76,8 @@ class Sampler:
     def _filter(self, params: SamplingParams) -> tuple[float, int, float, float]:
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         is_argmax = params.is_greedy or params.temperature <= 0.0
-        return params.temperature, 1 if is_argmax else top_k, params.top_p, params.min_p
+        top_k = 1 if is_argmax else top_k
+        return float(params.temperature), top_k, float(params.top_p), float(params.min_p)
 
     def sample(self, logits: torch.Tensor, args: BatchSamplingArgs) -> torch.Tensor:
         """Tokens int32 `(rows,)` for float32 logits `(rows, vocab)`; -1 for a row without use."""
@@ -84,9 +85,7 @@ class Sampler:
             logits = logits.clone()
             for row, state in args.processors:
                 state.apply(logits[row])
-        draws = [
-            (*limits, uniform) for limits, uniform in zip(args.filters, self._uniform(args))
-        ]
+        draws = [(*limits, uniform) for limits, uniform in zip(args.filters, self._uniform(args))]
         if self._is_native:
             chosen = native_ops.choose_tokens(logits.contiguous(), draws)
             tokens = torch.from_numpy(np.array(chosen, dtype=np.int32))

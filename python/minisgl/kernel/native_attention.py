@@ -113,6 +113,12 @@ class PagedBatch:
         object.__setattr__(self, "addresses", (n, *addresses, self.rows.shape[1]))
 
     @property
+    def last_rows(self) -> np.ndarray:
+        """The token row of the last position of each request, int64 (n,)."""
+        rows: np.ndarray = self.query_start[1:].astype(np.int64) - 1
+        return rows
+
+    @property
     def num_tokens(self) -> int:
         """Query tokens of all requests."""
         return int(self.query_start[-1])

@@ -20,7 +20,7 @@ def float_rows(name: str, x: torch.Tensor, width: int | None = None) -> torch.Te
     """`x` if it is a contiguous float32 CPU tensor (..., width); `TypeError`, `ValueError` else."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
-    if x.dtype is not torch.float32 or x.device.type != "cpu":
+    if x.dtype is not torch.float32 or not x.is_cpu:
         raise TypeError(f"{name} must be float32 on the CPU, not {x.dtype} on {x.device}")
     if x.dim() < 1 or x.shape[-1] < 1 or (width is not None and x.shape[-1] != width):
         wanted = "at least 1" if width is None else width

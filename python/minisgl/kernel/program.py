@@ -15,12 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from .native import FLOAT_KINDS, FORMATS, load
 from .native_attention import KVTensors, PagedBatch
 from .native_ops import ACTIVATIONS
 
+Ints = torch.Tensor | np.ndarray
+TYPE_NAMES = {torch.int32: np.dtype(np.int32).str, torch.int64: np.dtype(np.int64).str}
 LOGITS = -1  # the native name of the caller's logits
 
 
@@ -218,27 +221,29 @@ class Program:
 
     def run(
         self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        out_loc: torch.Tensor,
+        input_ids: Ints,
+        positions: Ints,
+        out_loc: Ints,
         requests: PagedBatch,
-        wanted: torch.Tensor,
+        wanted: Ints,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Float32 logits (wanted, vocabulary), into `out` if given; K and V go to `out_loc`.
 
-        input_ids, positions, out_loc: ints (tokens,), request after request. wanted: token rows
-        (n,) that do not fall. `ValueError` or `IndexError` before anything is written.
+        input_ids, positions, out_loc: ints (tokens,), request after request; arrays cost less than
+        tensors. wanted: token rows (n,) that do not fall. `ValueError` or `IndexError` before
+        anything is written.
         """
-        ids = _ints("input_ids", input_ids)
-        size = (len(ids),)
-        positions, out_loc = _ints("positions", positions, size), _ints("out_loc", out_loc, size)
-        wanted = _ints("wanted", wanted, dtype=torch.int64)
-        shape = (len(wanted), self._vocab_size)
+        input_ids, num_tokens, ids_at = _ints("input_ids", input_ids)
+        positions, _, positions_at = _ints("positions", positions, num_tokens)
+        out_loc, _, out_loc_at = _ints("out_loc", out_loc, num_tokens)
+        wanted, num_wanted, wanted_at = _ints("wanted", wanted, dtype=torch.int64)
+        shape = (num_wanted, self._vocab_size)
         logits = torch.empty(shape) if out is None else _output(out, shape)
+        stride = self._vocab_size if out is None else out.stride(0)
         self._native.run(
-            len(ids), ids.data_ptr(), positions.data_ptr(), out_loc.data_ptr(),
-            requests.addresses, len(wanted), wanted.data_ptr(), logits.data_ptr(), logits.stride(0),
+            num_tokens, ids_at, positions_at, out_loc_at, requests.addresses,
+            num_wanted, wanted_at, logits.data_ptr(), stride,
         )  # fmt: skip
         return logits
 
@@ -257,22 +262,24 @@ class Program:
 
 
 def _ints(
-    name: str,
-    values: torch.Tensor,
-    shape: tuple[int, ...] | None = None,
-    dtype: torch.dtype = torch.int32,
-) -> torch.Tensor:
-    """`values` as a contiguous vector of `dtype` on the CPU."""
-    if type(values) is torch.Tensor and values.dtype is dtype and values.is_cpu:
-        if values.dim() == 1 and values.is_contiguous() and shape in (None, values.shape):
-            return values  # as it always comes: every look at a tensor costs
+    name: str, values: Ints, size: int | None = None, dtype: torch.dtype = torch.int32
+) -> tuple[Ints, int, int]:
+    """`values` as a contiguous vector of `dtype` on the CPU, its length and its address."""
+    if isinstance(values, np.ndarray):
+        face = values.__array_interface__  # everything in one look
+        if face["typestr"] == TYPE_NAMES[dtype] and face["strides"] is None:
+            if face["shape"] == (len(values) if size is None else size,):
+                return values, len(values), face["data"][0]
+        values = torch.from_numpy(values)
     if not isinstance(values, torch.Tensor) or values.device.type != "cpu":
         raise TypeError(f"{name} must be a tensor on the CPU")
     if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype is torch.bool:
         raise TypeError(f"{name} must be integers, not {values.dtype}")
-    if values.dim() != 1 or (shape is not None and values.shape != shape):
-        raise ValueError(f"{name} has the shape {tuple(values.shape)}, expected {shape or '(n,)'}")
-    return values.to(dtype).contiguous()
+    if values.dim() != 1 or size not in (None, values.shape[0]):
+        expected = f"({'n' if size is None else size},)"
+        raise ValueError(f"{name} has the shape {tuple(values.shape)}, expected {expected}")
+    values = values.to(dtype).contiguous()
+    return values, values.shape[0], values.data_ptr()
 
 
 def _output(out: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from minisgl.params import FinishReason
 from minisgl.tokenizer import IncrementalDecoder, StopStringFilter, Tokenizer
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StreamEvent:
     """A piece of one answer. index: which prompt; the last piece says why the answer ended."""
 

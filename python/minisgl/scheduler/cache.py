@@ -17,7 +17,7 @@ from minisgl.core import Req
 from minisgl.kvcache import BaseCacheHandle, MatchResult, create_prefix_cache
 from minisgl.utils import div_ceil
 
-from .utils import PendingReq, cells, to_device, to_tensor, token_index
+from .utils import Ints, PendingReq, cells, to_device, to_tensor, token_index
 
 
 class CacheManager:
@@ -31,6 +31,7 @@ class CacheManager:
         self.num_pages = num_pages
         self.page_size = page_size
         self.page_table = page_table
+        self._table = cells(page_table)
         self.device = page_table.device
         self.prefix_cache = create_prefix_cache(device=self.device, type=type, page_size=page_size)
         self._free_list = _FreeList(num_pages, page_size, self.device)
@@ -92,8 +93,9 @@ class CacheManager:
                 spans.append((req.table_idx, first_page, last_page))
         needed_pages = sum(last - first for _, first, last in spans)
         if needed_pages > 0:
-            allocated = self._page_to_token(self._allocate(needed_pages))
-            _write_page_table(self.page_table, allocated, spans, page_size)
+            pages = self._take(needed_pages)
+            locations = pages if page_size == 1 else self._page_to_token(to_tensor(pages))
+            _write_page_table(self._table, locations, spans, page_size)
         for req in reqs:
             self._owners[req.table_idx] = (req, div_ceil(req.device_len, page_size))
 
@@ -205,6 +207,9 @@ class CacheManager:
 
     def _allocate(self, needed_pages: int) -> torch.Tensor:
         """First locations of `needed_pages` pages, int32, evicting if need be; all or nothing."""
+        return to_tensor(self._take(needed_pages))
+
+    def _take(self, needed_pages: int) -> Ints:
         missing_pages = needed_pages - len(self._free_list)
         if missing_pages > 0:
             evicted = self.prefix_cache.evict(missing_pages * self.page_size)
@@ -267,16 +272,16 @@ class _FreeList:
         self._buffer[self._end : self._end + len(pages)] = pages
         self._end += len(pages)
 
-    def pop(self, num_pages: int) -> torch.Tensor:
+    def pop(self, num_pages: int) -> Ints:
         """Take pages from the front; a copy."""
         assert num_pages <= len(self), f"{num_pages} pages wanted, {len(self)} free"
         start, self._start = self._start, self._start + num_pages
-        return to_tensor(self._cells[start : self._start] + 0)  # the sum is a copy
+        return self._cells[start : self._start] + 0  # the sum is a copy
 
 
 def _write_page_table(
-    page_table: torch.Tensor,
-    allocated: torch.Tensor,
+    page_table: torch.Tensor | Ints,
+    allocated: torch.Tensor | Ints,
     spans: Sequence[tuple[int, int, int]],
     page_size: int,
 ) -> None:
@@ -286,5 +291,5 @@ def _write_page_table(
         [first * page_size for _, first, _ in spans],
         [(end - first) * page_size for _, first, end in spans],
     )
-    device = page_table.device
-    cells(page_table)[to_device(rows, device), to_device(columns, device)] = cells(allocated)
+    table = cells(page_table)
+    table[to_device(rows, table), to_device(columns, table)] = cells(allocated)

@@ -37,9 +37,9 @@ from .utils import (
     ForwardData,
     ForwardInput,
     cells,
+    clamped,
     make_positions,
     make_write_tuple,
-    to_tensor,
 )
 
 logger = init_logger(__name__)
@@ -228,13 +228,13 @@ class Scheduler:
         """Allocate pages and lay out everything that the forward reads."""
         self.engine.pad_batch(batch)
         self.cache_manager.allocate_paged(batch.reqs)
-        batch.positions, input_tuple = make_positions(batch, self.device)
-        batch.out_loc = to_tensor(self._locations[input_tuple])
+        batch.positions, input_tuple = make_positions(batch, self._tokens)
+        batch.out_loc = self._locations[input_tuple]
         return ForwardInput(
             batch=batch,
             sample_args=self.engine.prepare(batch),
             input_tuple=input_tuple,
-            write_tuple=make_write_tuple(batch.reqs, self.device),
+            write_tuple=make_write_tuple(batch.reqs, self._tokens),
         )
 
     def _launch(self, forward_input: ForwardInput | None) -> ForwardData | None:
@@ -259,11 +259,11 @@ class Scheduler:
     def _forward(self, forward_input: ForwardInput) -> ForwardOutputProtocol:
         """Forward, sample, account: the requests of the batch are one token further."""
         batch, sample_args, input_tuple, write_tuple = forward_input
-        batch.input_ids = to_tensor(self._tokens[input_tuple])
+        batch.input_ids = self._tokens[input_tuple]
         logits = self.engine.forward(batch)
         output = self.engine.sample(batch, logits, sample_args)
-        # A row without a token (-1) may be computed once more under overlap: it needs a valid id.
-        self._tokens[write_tuple] = abs(cells(output.next_tokens_gpu))
+        # A row without a token may be computed once more under overlap, so it needs a valid id.
+        self._tokens[write_tuple] = clamped(output.next_tokens_gpu)
         for req in batch.reqs:
             req.complete_one()
         self.decode_manager.filter_reqs(batch.reqs)

@@ -37,26 +37,31 @@ class PendingReq:
         return self.sampling_params.max_tokens
 
 
-# An integer array where the scheduler works: numpy on a CPU, where one operation of torch costs as
-# much as several of numpy, and a tensor on CUDA. Both index and assign alike.
+# Integers where the scheduler works: an array on a CPU, else a tensor; both index and assign alike.
+# (After a forward has swept the caches an operator of torch costs as much as several of numpy.)
 Ints = Any
 
 
-def cells(tensor: torch.Tensor) -> Ints:
+def cells(ints: torch.Tensor | Ints) -> Ints:
     """A tensor as what `Ints` is on its device; shares its memory."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
-
-
-def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Ints:
-    """A host array as `Ints`; on CUDA through pinned memory, without waiting."""
-    if device.type == "cuda":
-        return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
-    return array
+    return ints.numpy() if isinstance(ints, torch.Tensor) and ints.is_cpu else ints
 
 
 def to_tensor(ints: Ints) -> torch.Tensor:
     """The inverse of `cells`."""
     return torch.from_numpy(ints) if isinstance(ints, np.ndarray) else ints
+
+
+def to_device(array: np.ndarray[Any, Any], table: Ints) -> Ints:
+    """A host array where `table` is; on CUDA through pinned memory, without waiting."""
+    if isinstance(table, np.ndarray):
+        return array
+    return torch.from_numpy(array).pin_memory().to(table.device, non_blocking=True)
+
+
+def clamped(tokens: torch.Tensor) -> Any:
+    """What to write for sampled tokens, 0 for a row without one, which has -1."""
+    return [max(token, 0) for token in tokens.tolist()] if tokens.is_cpu else tokens.clamp(min=0)
 
 
 class ForwardInput(NamedTuple):
@@ -86,7 +91,7 @@ def token_index(
     return row, np.repeat(column - (np.cumsum(counts) - counts), counts) + np.arange(len(row))
 
 
-def make_positions(batch: Batch, device: torch.device) -> tuple[torch.Tensor, tuple[Ints, Ints]]:
+def make_positions(batch: Batch, table: Ints) -> tuple[Ints, tuple[Ints, Ints]]:
     """Positions int32 `(tokens,)` of what the batch computes, and their index in a table."""
     reqs = batch.padded_reqs
     rows, columns = token_index(
@@ -94,11 +99,11 @@ def make_positions(batch: Batch, device: torch.device) -> tuple[torch.Tensor, tu
         [req.cached_len for req in reqs],
         [req.extend_len for req in reqs],
     )
-    index = (to_device(rows, device), to_device(columns, device))
-    return to_tensor(to_device(columns.astype(np.int32), device)), index
+    index = (to_device(rows, table), to_device(columns, table))
+    return to_device(columns.astype(np.int32), table), index
 
 
-def make_write_tuple(reqs: list[Req], device: torch.device) -> tuple[Ints, Ints]:
+def make_write_tuple(reqs: list[Req], table: Ints) -> tuple[Ints, Ints]:
     """Where each request's next token goes in the token pool.
 
     A token that nobody will read goes to the last column: a prompt leaves room for at least one
@@ -106,4 +111,4 @@ def make_write_tuple(reqs: list[Req], device: torch.device) -> tuple[Ints, Ints]
     """
     rows = np.array([req.table_idx for req in reqs], dtype=np.int64)
     columns = np.array([req.device_len if req.can_decode else -1 for req in reqs], dtype=np.int64)
-    return to_device(rows, device), to_device(columns, device)
+    return to_device(rows, table), to_device(columns, table)
