@@ -168,10 +168,15 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig(EngineConfig):
-    """How requests are batched. `max_extend_tokens` is the prompt-token budget of one step."""
+    """How requests are batched. `max_extend_tokens` is the prompt-token budget of one step.
+
+    `share_prefixes`: a request waits a step for what it shares with a prompt that is being computed
+    if that is at least so many tokens; 0 never waits, and equal new prompts are each computed.
+    """
 
     max_extend_tokens: int = 8192
     cache_type: str = "radix"
+    share_prefixes: int = 0
     offline_mode: bool = False
     zmq_backend_addr: str = ""
     zmq_detokenizer_addr: str = ""
@@ -188,6 +193,9 @@ class SchedulerConfig(EngineConfig):
         _require(
             self.cache_type in ("radix", "naive"),
             f"cache_type (--cache-type) must be radix or naive, got {shown(self.cache_type)}",
+        )
+        _check_int(
+            "share_prefixes", "--share-prefixes", self.share_prefixes, 0, MAX_TOKENS_OF_A_POOL
         )
 
 

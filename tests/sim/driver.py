@@ -30,6 +30,7 @@ class Case:
     cache_type: str = "radix"
     overlap: bool = False
     num_steps: int = 1000
+    shares: bool = True
 
     def to_json(self) -> str:
         """One line that `from_json` reads back."""
@@ -54,6 +55,7 @@ def random_config(case: Case, rng: random.Random) -> WorldConfig:
         vocab_size=rng.choice([2, 3, 5, 9]),
         max_len=rng.choice([256, 256, rng.randint(2, 64)]),
         pad_decode_to=rng.choice([1, 1, 2, 4]),
+        share_prefixes=rng.choice([0, 1, 1, rng.randint(1, 8)]) if case.shares else 0,
     )
 
 
@@ -66,7 +68,7 @@ class Driver:
         self.next_uid = 0
         self.pressure = rng.choice([0.05, 0.2, 0.5])
         self.abort_rate = rng.choice([0.0, 0.1, 0.4])
-        self.fault_rate = rng.choice([0.0, 0.0, 0.1])
+        self.fault_rate = rng.choice([0.0, 0.0, 0.1, 0.3])
         self.prompts: list[list[int]] = [[]]
         self.reserved: list[int] = []
 
@@ -131,7 +133,9 @@ class Driver:
             salt=rng.choice(SALTS),
             ignore_eos=rng.random() < 0.5,
             stop_ids=[1] if rng.random() < 0.1 else [],
-            nan_after=rng.randint(0, 3) if rng.random() < self.fault_rate else None,
+            nan_after=rng.choice([rng.randint(0, 3), -rng.randint(1, len(prompt) + 1)])
+            if rng.random() < self.fault_rate
+            else None,
         )
 
     def _prompt(self, limit: int) -> list[int]:

@@ -44,7 +44,8 @@ class Script:
     """What the engine knows of a request beforehand.
 
     order: its place among the submits. tokens: the prompt and all that may follow. nan_after: so
-    many tokens are sampled before the logits go bad, None for never.
+    many tokens are sampled before the logits go bad, None for never; below 0 they go bad so many
+    tokens before the prompt's end, which may be in a chunk.
     """
 
     order: int
@@ -156,16 +157,13 @@ class SimEngine:
         return stored % self.vocab_size, lens
 
     def sample(self, batch: Batch, logits: tuple[np.ndarray, np.ndarray], args: Any) -> SimOutput:
-        """Hash what was read; a chunk's token is garbage that nobody may use."""
+        """Hash what was read; a chunk's token is garbage that nobody may use, but -1 is -1."""
         self.maybe_fail("sample", batch)
         tokens, lens = logits
         starts = lens.cumsum() - lens
         positions = np.arange(len(tokens)) - starts.repeat(lens)
         sums = np.add.reduceat(weighted(tokens, positions), starts).tolist()
-        chosen = [
-            self._choose(req, total) if req.is_sampled else self.vocab_size + 5
-            for req, total in zip(batch.reqs, sums)
-        ]
+        chosen = [self._choose(req, total) for req, total in zip(batch.reqs, sums)]
         hidden = torch.tensor(chosen, dtype=torch.int32)
         visible = torch.full_like(hidden, NOT_YET)
         event = SimEvent(self, batch, hidden, visible)
@@ -178,7 +176,7 @@ class SimEngine:
         if script.nan_after is not None and req.device_len >= script.prompt_len + script.nan_after:
             self._spoil(req, script)
             return -1
-        return mix(total, self.vocab_size)
+        return mix(total, self.vocab_size) if req.is_sampled else self.vocab_size + 5
 
     def _spoil(self, req: Req, script: Script) -> None:
         """Bad logits mean bad KV: whoever reads these slots from now on would see it."""

@@ -27,6 +27,7 @@ def random_case(rng: random.Random) -> Case:
         cache_type=rng.choice(["radix", "radix", "radix", "naive"]),
         overlap=rng.random() < 0.5,
         num_steps=rng.choice([100, 500, 2000]),
+        shares=rng.random() < 0.7,
     )
 
 

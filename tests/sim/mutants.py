@@ -137,6 +137,58 @@ def keep_the_old_lock(world: World, patch: MonkeyPatch) -> None:
     patch.setattr(manager, "unlock", lambda handle: unlock(handle) if next(skipped) % 7 else None)
 
 
+def share_a_bad_chunk(world: World, patch: MonkeyPatch) -> None:
+    """Hand a chunk's KV to the cache although its logits were bad."""
+    scheduler = world.scheduler
+    process = scheduler._process_last_data
+
+    def mutated(data: Any) -> None:
+        for req, token in zip(data[0].batch.reqs, data[1].next_tokens_gpu.tolist()) if data else ():
+            if token < 0 and not req.is_sampled:
+                scheduler._share_chunk(req)
+        process(data)
+
+    patch.setattr(scheduler, "_process_last_data", mutated)
+
+
+def share_the_stale_chunk(world: World, patch: MonkeyPatch) -> None:
+    """Hand a chunk over in its own name, although the next chunk holds its row and its lock."""
+    scheduler = world.scheduler
+
+    def mutated(chunk: Req) -> None:
+        scheduler.cache_manager.cache_req(chunk, finished=False, length=len(chunk.input_ids))
+
+    patch.setattr(scheduler, "_share_chunk", mutated)
+
+
+def wait_for_ever(world: World, patch: MonkeyPatch) -> None:
+    """Never forget what was once being computed, even if it failed or was evicted."""
+    queue = world.scheduler.prefill_manager
+    schedule = queue.schedule_next_batch
+    seen: frozenset[Any] = frozenset()
+
+    def mutated(budget: int) -> Any:
+        nonlocal seen
+        queue._in_flight = seen = seen | queue._in_flight
+        return schedule(budget)
+
+    patch.setattr(queue, "schedule_next_batch", mutated)
+
+
+def overtake_a_waiting_request(world: World, patch: MonkeyPatch) -> None:
+    """Let the next in the queue start while the head waits for a prefix."""
+    queue = world.scheduler.prefill_manager
+    schedule = queue.schedule_next_batch
+
+    def mutated(budget: int) -> Any:
+        batch = schedule(budget)
+        if batch is None and queue.head_waits_for == "shared prefix":
+            queue.pending_list.append(queue.pending_list.pop(0))
+        return batch
+
+    patch.setattr(queue, "schedule_next_batch", mutated)
+
+
 MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
     mutant.__name__: mutant
     for mutant in (
@@ -150,5 +202,9 @@ MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
         ignore_the_salt,
         share_what_failed,
         keep_the_old_lock,
+        share_a_bad_chunk,
+        share_the_stale_chunk,
+        wait_for_ever,
+        overtake_a_waiting_request,
     )
 }

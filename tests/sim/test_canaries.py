@@ -21,6 +21,7 @@ def cases_for(name: str) -> list[Case]:
             cache_type="radix",
             overlap=seed % 2 == 0,
             num_steps=STEPS_PER_CASE,
+            shares=seed % 3 > 0,
         )
         for seed in range(1000, 1000 + MAX_CASES)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_the_oracle_is_the_request_alone_with_the_naive_cache() -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_answers_do_not_depend_on_page_size_chunks_cache_overlap_or_neighbours(
+def test_answers_do_not_depend_on_page_size_chunks_cache_overlap_sharing_or_neighbours(
     page_size: int,
 ) -> None:
     rng = random.Random(page_size)
@@ -87,7 +88,7 @@ def test_answers_do_not_depend_on_page_size_chunks_cache_overlap_or_neighbours(
     expected = [alone(prompt, 9, 5) for prompt in prompts]
     for cache_type in ("radix", "naive"):
         for overlap in (False, True):
-            for budget in (1, 6, 1000):
+            for budget, share_prefixes in itertools.product((1, 6, 1000), (0, 1, 5)):
                 config = WorldConfig(
                     page_size=page_size,
                     num_pages=160 // page_size,
@@ -95,6 +96,7 @@ def test_answers_do_not_depend_on_page_size_chunks_cache_overlap_or_neighbours(
                     budget=budget,
                     cache_type=cache_type,
                     overlap=overlap,
+                    share_prefixes=share_prefixes,
                 )
                 world = World(config)
                 for uid, prompt in enumerate(prompts):

@@ -19,6 +19,9 @@ CONFIGS = [
     WorldConfig(page_size=1, num_pages=9, num_rows=2, budget=3, overlap=True, vocab_size=3),
     WorldConfig(page_size=2, num_pages=5, num_rows=2, budget=100, overlap=True, vocab_size=3),
     WorldConfig(page_size=2, num_pages=4, num_rows=3, budget=3, overlap=False, vocab_size=3),
+    WorldConfig(
+        page_size=1, num_pages=24, num_rows=3, budget=3, overlap=True, vocab_size=3, share_prefixes=1
+    ),
 ]
 
 
@@ -49,7 +52,7 @@ def play_all(config: WorldConfig, depth: int) -> None:
                 raise AssertionError(f"{history} in {config}") from error
 
 
-configs = pytest.mark.parametrize("config", CONFIGS, ids=["chunks", "pages", "normal"])
+configs = pytest.mark.parametrize("config", CONFIGS, ids=["chunks", "pages", "normal", "shared"])
 
 
 @configs

@@ -192,7 +192,7 @@ def test_a_failure_shrinks_to_a_short_history_that_can_be_replayed(tmp_path: Pat
         MUTANTS["keep_the_old_lock"](world, patch)
 
     with pytest.MonkeyPatch.context() as patch:
-        case = Case(2, page_size=2, num_steps=60)
+        case = Case(3, page_size=2, num_steps=60)
         with pytest.raises(Violation) as caught:
             run_case(case, prepare=breaks)
         config, history = caught.value.config, caught.value.history

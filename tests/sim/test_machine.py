@@ -21,6 +21,7 @@ configs = st.builds(
     overlap=st.booleans(),
     vocab_size=st.integers(2, 3),
     pad_decode_to=st.sampled_from([1, 2]),
+    share_prefixes=st.sampled_from([0, 1, 1, 3]),
 )
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
@@ -44,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 9),
         salt=st.sampled_from(["", "", "a"]),
         ignore_eos=st.booleans(),
-        is_spoilt=st.sampled_from([None, None, None, 0, 1]),
+        is_spoilt=st.sampled_from([None, None, None, -2, 0, 1]),
     )
     def submit(
         self,

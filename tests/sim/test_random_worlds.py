@@ -23,7 +23,7 @@ KEPT = sorted(SEEDS.glob("*.json"))
 
 def run_tier(first: int, num_steps: int, page_size: int, cache_type: str, overlap: bool) -> None:
     for seed in range(first, first + num_steps // STEPS_PER_CASE):
-        case = Case(seed, page_size, cache_type, overlap, STEPS_PER_CASE)
+        case = Case(seed, page_size, cache_type, overlap, STEPS_PER_CASE, shares=seed % 2 == 0)
         run_case(case, checks_all=False)
 
 
@@ -63,6 +63,8 @@ def watch(world: World, seen: Counter[str]) -> None:
         return evict(size)
 
     def counted_cache_req(req, *, finished, length=None):  # type: ignore[no-untyped-def]
+        prompt_len = world.engine.scripts[req.uid].prompt_len
+        seen["shared chunks"] += length is not None and length < prompt_len
         old, row = manager._locked_len(req), manager.page_table[req.table_idx].clone()
         cache_req(req, finished=finished, length=length)
         if not finished and bool((manager.page_table[req.table_idx] != row).any()):
@@ -99,6 +101,8 @@ def test_the_generator_reaches_every_corner() -> None:
         "head waits for table row",
         "head waits for pages",
         "head waits for token budget",
+        "head waits for shared prefix",
+        "shared chunks",
         "idle",
         "stop",
         "length",

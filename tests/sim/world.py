@@ -28,7 +28,10 @@ EOS = 0
 
 @dataclass(frozen=True)
 class WorldConfig:
-    """The size of a world. `vocab_size` is small so that prefixes collide."""
+    """The size of a world. `vocab_size` is small so that prefixes collide.
+
+    share_prefixes: how many shared tokens are worth a wait, 0 for never.
+    """
 
     page_size: int = 1
     num_pages: int = 16
@@ -39,6 +42,7 @@ class WorldConfig:
     vocab_size: int = 5
     max_len: int = 256
     pad_decode_to: int = 1
+    share_prefixes: int = 0
 
 
 @dataclass
@@ -81,6 +85,7 @@ class World:
             max_running_req=config.num_rows,
             max_extend_tokens=config.budget,
             cache_type=config.cache_type,  # type: ignore[arg-type]
+            share_prefixes=config.share_prefixes,
         )
         self.scheduler = Scheduler(scheduler_config, self.engine, self, eos_token_ids=[EOS])
         self.book: dict[int, Entry] = {}

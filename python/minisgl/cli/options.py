@@ -70,6 +70,14 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
     ),
     ("cache_type", "--cache-type", str, "TYPE", "radix or naive"),
     (
+        "share_prefixes",
+        "--share-prefixes",
+        int,
+        "N",
+        "compute a prefix of N or more tokens once for prompts that come together (32 is a good "
+        "choice), 0: each on its own (default 0)",
+    ),
+    (
         "attention_backend",
         "--attention-backend --attn",
         str,

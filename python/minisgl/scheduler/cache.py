@@ -126,6 +126,10 @@ class CacheManager:
             self.unlock(old_handle)
         self._free(duplicates)
 
+    def owner_of(self, row: int) -> Req | None:
+        """The request that was last given pages for a row and still holds it."""
+        return self._owners[row][0] if row in self._owners else None
+
     def drop_req(self, req: Req) -> None:
         """Give back all that a request owns and share nothing of it: its KV cannot be trusted."""
         start = self._locked_len(req)

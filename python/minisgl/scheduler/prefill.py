@@ -2,17 +2,23 @@
 
 First come, first served; admission stops at the first request that does not fit. The whole policy
 is `PrefillManager.schedule_next_batch` and `PrefillAdder.try_add_one`.
+
+Sharing (`min_shared` > 0): a batch reads only what earlier steps wrote, so a request whose next
+pages are just being computed for another waits until they are in the cache. `PrefixKey` is what it
+would compute first. Two prompts that share more than is cached have the same longest match, so they
+have the same key if they share `min_shared` tokens more: one look-up replaces all comparisons.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from minisgl.core import Batch, Req
 from minisgl.kvcache import BaseCacheHandle
 from minisgl.message import UserMsg
-from minisgl.utils import div_ceil
+from minisgl.utils import align_ceil, align_down, div_ceil
 
 from .admission import AdmissionPolicy, PageDemand, conservative
 from .cache import CacheManager
@@ -23,6 +29,9 @@ from .utils import PendingReq
 WAITS_FOR_ROW = "table row"
 WAITS_FOR_PAGES = "pages"
 WAITS_FOR_BUDGET = "token budget"
+WAITS_FOR_PREFIX = "shared prefix"
+
+PrefixKey: TypeAlias = tuple[str, bytes]  # the salt, the tokens from the start
 
 
 class ChunkedReq(Req):
@@ -43,7 +52,8 @@ class PrefillAdder:
     """Builds one prefill batch under a token budget.
 
     reserved_size: tokens promised to requests that hold a row. `promised` gives the same request by
-    request, for policies that need more than the sum; both count.
+    request, for policies that need more than the sum; both count. min_shared: whole pages, in
+    tokens. in_flight: what the batch before this one computes; `started` is what this one does.
     """
 
     def __init__(
@@ -55,6 +65,8 @@ class PrefillAdder:
         *,
         promised: Sequence[PageDemand] = (),
         policy: AdmissionPolicy = conservative,
+        min_shared: int = 0,
+        in_flight: frozenset[PrefixKey] = frozenset(),
     ) -> None:
         self.token_budget = token_budget
         self.reserved_size = reserved_size
@@ -62,6 +74,9 @@ class PrefillAdder:
         self.table_manager = table_manager
         self.policy = policy
         self.promised = list(promised)
+        self.min_shared = min_shared
+        self.in_flight = in_flight
+        self.started: set[PrefixKey] = set()
         self.waits_for: str | None = None
         if reserved_size:
             self.promised.append(PageDemand(0, div_ceil(reserved_size, cache_manager.page_size)))
@@ -85,6 +100,10 @@ class PrefillAdder:
             return None
         cache = self.cache_manager
         handle = cache.match_req(pending).cuda_handle
+        key = self._prefix_key(pending, handle.cached_len, pending.input_len - 1)
+        if key is not None and (key in self.started or key in self.in_flight):
+            self.waits_for = WAITS_FOR_PREFIX
+            return None
         demand = PageDemand.of_candidate(
             pending.input_len, pending.output_len, handle.cached_len, cache.page_size
         )
@@ -109,6 +128,8 @@ class PrefillAdder:
         end = min(cached_len + self.token_budget, pending.input_len)
         self.token_budget -= end - cached_len
         self._write_tokens(pending, row, cached_len, end)
+        if (key := self._prefix_key(pending, cached_len, end)) is not None:
+            self.started.add(key)
         req_type = ChunkedReq if end < pending.input_len else Req
         return req_type(
             input_ids=pending.input_ids[:end],
@@ -121,12 +142,22 @@ class PrefillAdder:
             salt=pending.salt,
         )
 
+    def _prefix_key(self, pending: PendingReq, cached_len: int, end: int) -> PrefixKey | None:
+        """The prefix with the first `min_shared` tokens to compute; None if they go past `end`."""
+        length = align_down(cached_len, self.cache_manager.page_size) + self.min_shared
+        if not self.min_shared or length > end:
+            return None
+        return pending.salt, pending.input_ids[:length].numpy().tobytes()
+
     def _write_tokens(self, pending: PendingReq, row: int, start: int, end: int) -> None:
         self.table_manager.token_pool[row, start:end] = pending.input_ids[start:end]
 
 
 class PrefillManager:
-    """Owns the queue. The chunked request, if there is one, stands at its head."""
+    """Owns the queue. The chunked request, if there is one, stands at its head.
+
+    min_shared: the fewest tokens of another's prefix that a request waits for, 0 for never.
+    """
 
     def __init__(
         self,
@@ -134,13 +165,16 @@ class PrefillManager:
         table_manager: TableManager,
         decode_manager: DecodeManager,
         policy: AdmissionPolicy = conservative,
+        min_shared: int = 0,
     ) -> None:
         self.cache_manager = cache_manager
         self.table_manager = table_manager
         self.decode_manager = decode_manager
         self.policy = policy
+        self.min_shared = align_ceil(min_shared, cache_manager.page_size)
         self.pending_list: list[PendingReq] = []
         self.head_waits_for: str | None = None
+        self._in_flight: frozenset[PrefixKey] = frozenset()
 
     @property
     def runnable(self) -> bool:
@@ -159,8 +193,12 @@ class PrefillManager:
         )
 
     def schedule_next_batch(self, budget: int) -> Batch | None:
-        """The next prefill batch of at most `budget` prompt tokens, None if nothing can start."""
+        """The next prefill batch of at most `budget` prompt tokens, None if nothing can start.
+
+        What a batch computes is in the cache, or has failed, two calls later: nobody waits longer.
+        """
         self.head_waits_for = None
+        in_flight, self._in_flight = self._in_flight, frozenset()
         if not self.pending_list:
             return None
         adder = PrefillAdder(
@@ -170,6 +208,8 @@ class PrefillManager:
             table_manager=self.table_manager,
             promised=self.decode_manager.page_demands() + self._half_prefilled_demands(),
             policy=self.policy,
+            min_shared=self.min_shared,
+            in_flight=in_flight,
         )
         reqs: list[Req] = []
         unfinished: list[PendingReq] = []
@@ -184,6 +224,7 @@ class PrefillManager:
                 unfinished.append(pending)
             reqs.append(req)
         self.pending_list = unfinished + self.pending_list[len(reqs) :]
+        self._in_flight = frozenset(adder.started)
         return Batch(reqs, "prefill") if reqs else None
 
     def _half_prefilled_demands(self) -> list[PageDemand]:

@@ -78,7 +78,11 @@ class Scheduler:
         )
         self.decode_manager = DecodeManager(config.page_size)
         self.prefill_manager = PrefillManager(
-            self.cache_manager, self.table_manager, self.decode_manager, policy
+            self.cache_manager,
+            self.table_manager,
+            self.decode_manager,
+            policy,
+            min_shared=config.share_prefixes if config.cache_type != "naive" else 0,
         )
         self.prefill_budget = config.max_extend_tokens
         self.finished_reqs: OrderedSet[Req] = OrderedSet()
@@ -301,12 +305,14 @@ class Scheduler:
         with self.cache_manager.lazy_free_region():
             for req, token in zip(batch.reqs, tokens):
                 self._drain(req)
-                if token == NO_TOKEN and req.is_sampled:
+                if token == NO_TOKEN:
                     req.has_bad_kv = True
                 if req.finish_reason is not None:
                     self._release_if_drained(req)
                 elif req.is_sampled:
                     self._accept_token(req, token, batch.is_prefill)
+                elif self.prefill_manager.min_shared and not req.has_bad_kv:
+                    self._share_chunk(req)
 
     def _accept_token(self, req: Req, token: int, ends_prefill: bool) -> None:
         if token == NO_TOKEN:
@@ -321,6 +327,12 @@ class Scheduler:
             self._end_req(req, reason)
         elif ends_prefill:  # the KV of tokens that are still in flight is not shared yet
             self.cache_manager.cache_req(req, finished=False, length=req.num_ids - 1)
+
+    def _share_chunk(self, chunk: Req) -> None:
+        """Let others use what is computed of a prompt; under overlap its next chunk is launched."""
+        owner = self.cache_manager.owner_of(chunk.table_idx)
+        if owner is not None and owner.uid == chunk.uid and owner.finish_reason is None:
+            self.cache_manager.cache_req(owner, finished=False, length=len(chunk.input_ids))
 
     def _reason_to_stop(self, req: Req, token: int) -> FinishReason | None:
         params = req.sampling_params
