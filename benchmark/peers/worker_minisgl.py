@@ -78,7 +78,7 @@ class Worker:
         return {"tokens": job["context"] * job["repeats"], "seconds": seconds}
 
     def chat(self, job: dict[str, Any]) -> dict[str, Any]:
-        self._open(max_running_req=job["at_once"])
+        self._open(max_running_req=job["at_once"], share_prefixes=32)
         for each in (protocol.warm_up_chat(job), job):
             system, requests = protocol.make_chat(each)
             if job["is_warm"]:

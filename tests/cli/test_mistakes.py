@@ -51,6 +51,7 @@ MISTAKES = [
     (["generate", "x", "--max-seq-len-override", "1"], "--max-seq-len-override"),
     (["generate", "x", "--max-prefill-length", "0"], "--max-prefill-length"),
     (["generate", "x", "--cache-type", "lru"], "--cache-type"),
+    (["generate", "x", "--share-prefixes", "-1"], "--share-prefixes"),
     (["generate", "x", "--device", "tpu"], "--device"),
     (["generate", "x", "--model", ""], "--model"),
     (["generate", "x", "--system", "s"], "--chat"),

@@ -142,7 +142,12 @@ class Sim:
     # The test's side
 
     def submit(
-        self, uid: int, prompt: int | Sequence[int], max_tokens: int = 8, **params: Any
+        self,
+        uid: int,
+        prompt: int | Sequence[int],
+        max_tokens: int = 8,
+        salt: str = "",
+        **params: Any,
     ) -> SamplingParams:
         """Send a request; a number stands for that many tokens that no other uid has."""
         ids = (
@@ -151,7 +156,7 @@ class Sim:
             else list(prompt)
         )
         sampling_params = SamplingParams(max_tokens=max_tokens, **params)
-        self.inbox.append(UserMsg(uid, ids, sampling_params))
+        self.inbox.append(UserMsg(uid, ids, sampling_params, salt=salt))
         return sampling_params
 
     def abort(self, uid: int) -> None:

@@ -145,7 +145,7 @@ def share_a_bad_chunk(world: World, patch: MonkeyPatch) -> None:
     def mutated(data: Any) -> None:
         for req, token in zip(data[0].batch.reqs, data[1].next_tokens_gpu.tolist()) if data else ():
             if token < 0 and not req.is_sampled:
-                scheduler._share_chunk(req)
+                scheduler.cache_manager.cache_chunk(req)
         process(data)
 
     patch.setattr(scheduler, "_process_last_data", mutated)
@@ -153,12 +153,12 @@ def share_a_bad_chunk(world: World, patch: MonkeyPatch) -> None:
 
 def share_the_stale_chunk(world: World, patch: MonkeyPatch) -> None:
     """Hand a chunk over in its own name, although the next chunk holds its row and its lock."""
-    scheduler = world.scheduler
+    manager = world.scheduler.cache_manager
 
     def mutated(chunk: Req) -> None:
-        scheduler.cache_manager.cache_req(chunk, finished=False, length=len(chunk.input_ids))
+        manager.cache_req(chunk, finished=False, length=len(chunk.input_ids))
 
-    patch.setattr(scheduler, "_share_chunk", mutated)
+    patch.setattr(manager, "cache_chunk", mutated)
 
 
 def wait_for_ever(world: World, patch: MonkeyPatch) -> None:

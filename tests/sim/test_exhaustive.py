@@ -20,7 +20,13 @@ CONFIGS = [
     WorldConfig(page_size=2, num_pages=5, num_rows=2, budget=100, overlap=True, vocab_size=3),
     WorldConfig(page_size=2, num_pages=4, num_rows=3, budget=3, overlap=False, vocab_size=3),
     WorldConfig(
-        page_size=1, num_pages=24, num_rows=3, budget=3, overlap=True, vocab_size=3, share_prefixes=1
+        page_size=1,
+        num_pages=24,
+        num_rows=3,
+        budget=3,
+        overlap=True,
+        vocab_size=3,
+        share_prefixes=1,
     ),
 ]
 

@@ -126,9 +126,14 @@ class CacheManager:
             self.unlock(old_handle)
         self._free(duplicates)
 
-    def owner_of(self, row: int) -> Req | None:
-        """The request that was last given pages for a row and still holds it."""
-        return self._owners[row][0] if row in self._owners else None
+    def cache_chunk(self, chunk: Req) -> None:
+        """Hand over what is computed of a prompt, unless it has ended.
+
+        Under overlap its next chunk is in flight by now: that one takes over row and lock.
+        """
+        owner, _ = self._owners.get(chunk.table_idx, (None, 0))
+        if owner is not None and owner.uid == chunk.uid and owner.finish_reason is None:
+            self.cache_req(owner, finished=False, length=len(chunk.input_ids))
 
     def drop_req(self, req: Req) -> None:
         """Give back all that a request owns and share nothing of it: its KV cannot be trusted."""

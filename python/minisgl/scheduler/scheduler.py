@@ -312,7 +312,7 @@ class Scheduler:
                 elif req.is_sampled:
                     self._accept_token(req, token, batch.is_prefill)
                 elif self.prefill_manager.min_shared and not req.has_bad_kv:
-                    self._share_chunk(req)
+                    self.cache_manager.cache_chunk(req)
 
     def _accept_token(self, req: Req, token: int, ends_prefill: bool) -> None:
         if token == NO_TOKEN:
@@ -327,12 +327,6 @@ class Scheduler:
             self._end_req(req, reason)
         elif ends_prefill:  # the KV of tokens that are still in flight is not shared yet
             self.cache_manager.cache_req(req, finished=False, length=req.num_ids - 1)
-
-    def _share_chunk(self, chunk: Req) -> None:
-        """Let others use what is computed of a prompt; under overlap its next chunk is launched."""
-        owner = self.cache_manager.owner_of(chunk.table_idx)
-        if owner is not None and owner.uid == chunk.uid and owner.finish_reason is None:
-            self.cache_manager.cache_req(owner, finished=False, length=len(chunk.input_ids))
 
     def _reason_to_stop(self, req: Req, token: int) -> FinishReason | None:
         params = req.sampling_params
