@@ -24,13 +24,24 @@ $(PY) -c 'import minisgl._native' 2>/dev/null || { \
     echo "      With a C++17 compiler (Debian, Ubuntu: apt install g++), run: make clean, and again."; }
 endef
 
+# $(call need,COMMAND,PACKAGE)
+define need
+@command -v $(1) >/dev/null || { echo "$(1) is missing. Debian, Ubuntu: apt install $(2)" >&2; exit 1; }
+endef
+
+# $(call build_native_tests,FOLDER,ARGUMENTS): the program of tests/native, in build/FOLDER
+define build_native_tests
+cmake -S . -B build/$(1) -DMINISGL_NATIVE_TESTS=ON $(2) > /dev/null
+cmake --build build/$(1) --parallel $$(nproc)
+endef
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo chat test test-all check format fuzz bench model install clean
+.PHONY: help demo chat test test-all test-native test-neon native-digests check format fuzz bench model install clean
 
 help: ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  TORCH_INDEX=$(TORCH_INDEX)"
 	@echo "  The CPU build of torch alone: make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu"
@@ -44,8 +55,32 @@ chat: $(CORE) ## talk to the default model
 test: $(TEST) model ## all tests but the long ones (under 10 minutes on 2 cores)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-test-all: $(TEST) model ## all tests, the long ones too
+test-all: $(TEST) model test-native test-neon ## all tests, the long ones and those in C++ too
 	$(PY) -m pytest -m "" --timeout 3600 $(PYTEST_ARGS)
+
+# What the tests of the kernels print is the same on every architecture (tests/native/test.h).
+native-digests:
+	$(call need,cmake,cmake)
+	$(call need,g++,g++)
+	$(call build_native_tests,native-tests)
+	build/native-tests/native_tests > build/native-tests/digests
+	@cat build/native-tests/digests
+
+test-native: native-digests ## C++ tests of the kernels on this processor, also under sanitizers
+	$(call build_native_tests,native-tests-sanitized,-DCMAKE_BUILD_TYPE=Debug \
+	    -DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined")
+	build/native-tests-sanitized/native_tests > build/digests-sanitized
+	diff build/native-tests/digests build/digests-sanitized
+
+test-neon: native-digests ## the same tests on an emulated ARM processor, with NEON and without
+	$(call need,aarch64-linux-gnu-g++,g++-aarch64-linux-gnu)
+	$(call need,qemu-aarch64,qemu-user)
+	$(call build_native_tests,native-tests-neon,-DCMAKE_SYSTEM_NAME=Linux \
+	    -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
+	    -DCMAKE_EXE_LINKER_FLAGS=-static)
+	for cpu in max cortex-a53; do \
+	    qemu-aarch64 -cpu $$cpu build/native-tests-neon/native_tests > build/digests-neon && \
+	        diff build/native-tests/digests build/digests-neon || exit 1; done
 
 check: $(DEV) ## format, lint, types, layers, fast tests (under a minute)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,149 @@
+// Packed products in every format and float products in every kind, over ragged shapes.
+#include "matmul.h"
+
+#include "pack.h"
+#include "test.h"
+#include "weights.h"
+
+namespace minisgl_test {
+namespace {
+
+// What the packed product of `weights` with x gives, each in a matrix with gaps, one after another.
+Floats packed_product(const Floats& x, int64_t tokens, int64_t columns, int64_t x_stride,
+                      const std::vector<PackedWeight>& weights, int64_t gap) {
+  Activations activations(tokens, columns);
+  activations.quantize(x.data(), x_stride);
+  std::vector<Floats> outs;
+  std::vector<PackedJob> jobs;
+  for (const PackedWeight& weight : weights) {
+    const int64_t stride = weight.view.rows + gap;
+    outs.emplace_back(static_cast<size_t>((tokens - 1) * stride + weight.view.rows), kMark);
+    jobs.push_back({weight.view, outs.back().data(), stride});
+  }
+  matmul_packed(activations, jobs.data(), static_cast<int>(jobs.size()));
+  Floats all;
+  for (const Floats& out : outs) all.insert(all.end(), out.begin(), out.end());
+  return all;
+}
+
+// Against a sum in double precision of what was unpacked and what the quantisation left of x.
+void check_packed(Family& family, const std::string& what, const Floats& product, const Floats& x,
+                  int64_t tokens, int64_t columns, int64_t x_stride, const PackedWeight& weight,
+                  int64_t gap) {
+  set_isa(Isa::kPortable);
+  std::vector<PackedWeight> itself;
+  itself.push_back(identity(columns));
+  const Floats seen = packed_product(x, tokens, columns, x_stride, itself, 0);
+  const int64_t rows = weight.view.rows, stride = rows + gap;
+  Floats w(static_cast<size_t>(columns));
+  for (int64_t row = 0; row < rows; ++row) {
+    unpack_row(weight.view, row, w.data());
+    for (int64_t t = 0; t < tokens; ++t) {
+      double sum = 0, size = 0;
+      for (int64_t k = 0; k < columns; ++k) {
+        const double term = static_cast<double>(w[k]) * seen[t * columns + k];
+        sum += term;
+        size += std::fabs(term);
+      }
+      const double error = std::fabs(product[t * stride + row] - sum);
+      family.check(error <= 1e-5 * (size + 1), what + ": far from the sum in double precision");
+    }
+  }
+  for (int64_t t = 0; t + 1 < tokens; ++t) {
+    for (int64_t i = rows; i < stride; ++i) {
+      family.check(product[t * stride + i] == kMark, what + ": wrote between the tokens");
+    }
+  }
+}
+
+void test_packed(Family& family, Random& random, Format format, int64_t tokens) {
+  const int64_t columns = random.between(1, 200), x_stride = columns + random.between(0, 3);
+  const int64_t gap = random.between(0, 3);
+  const bool odd = random.one_in(4), extreme = !odd && random.one_in(4);
+  std::vector<PackedWeight> weights;
+  for (int64_t i = random.between(0, 2); i >= 0; --i) {
+    const Format other = static_cast<Format>(random.between(0, kNumFormats - 1));
+    const Format which = weights.empty() ? format : other;
+    weights.push_back(random_weight(random, which, random.between(1, 90), columns, odd, extreme));
+  }
+  Floats x = random.normals((tokens - 1) * x_stride + columns);
+  for (float& value : x) {
+    if (odd && random.one_in(97)) value = random.strange();
+    if (extreme) value = random.one_in(2) ? 3.0f : -3.0f;
+  }
+  const std::string what = text(info(format).name, ", ", tokens, " tokens, ", columns,
+                                " columns, ", weights[0].view.rows, " rows");
+  const Floats product = same_everywhere(family, what, [&] {
+    return packed_product(x, tokens, columns, x_stride, weights, gap);
+  });
+  if (!odd) check_packed(family, what, product, x, tokens, columns, x_stride, weights[0], gap);
+}
+
+// The definition: 16 partial sums, lane i with i + 8, then i + 4, i + 2, i + 1.
+float dot_twin(const Floats& weight, int64_t at, const float* x, int64_t columns) {
+  float lane[16] = {};
+  for (int64_t k = 0; k < columns; ++k) lane[k % 16] = std::fma(weight[at + k], x[k], lane[k % 16]);
+  for (int half = 8; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  }
+  return lane[0];
+}
+
+void test_float(Family& family, Random& random, FloatKind kind, int64_t tokens) {
+  FloatTask task;
+  task.tokens = tokens;
+  task.rows = random.between(1, 40);
+  task.columns = random.between(1, 150);
+  task.weight_stride = task.columns + random.between(0, 3);
+  task.x_stride = task.columns + random.between(0, 3);
+  task.out_stride = task.rows + random.between(0, 3);
+  const bool odd = random.one_in(4);
+  Floats weight = random.normals((task.rows - 1) * task.weight_stride + task.columns);
+  Floats x = random.normals((tokens - 1) * task.x_stride + task.columns);
+  for (float& value : x) {
+    if (odd && random.one_in(97)) value = random.strange();
+  }
+  std::vector<uint16_t> narrow;
+  for (float& value : weight) {
+    if (odd && random.one_in(97)) value = random.strange();
+    if (kind == FloatKind::kBfloat16) narrow.push_back(to_bfloat16(value));
+    if (kind == FloatKind::kFloat16) narrow.push_back(float_to_half(value));
+    if (kind == FloatKind::kBfloat16) value = from_bfloat16(narrow.back());
+    if (kind == FloatKind::kFloat16) value = half_to_float(narrow.back());
+  }
+  task.weight = narrow.empty() ? static_cast<const void*>(weight.data()) : narrow.data();
+  task.x = x.data();
+  const std::string what = text("float kind ", static_cast<int>(kind), ", ", tokens, " tokens, ",
+                                task.columns, " columns, ", task.rows, " rows");
+  const size_t size = static_cast<size_t>((tokens - 1) * task.out_stride + task.rows);
+  const Floats product = same_everywhere(family, what, [&] {
+    Floats out(size, kMark);
+    task.out = out.data();
+    matmul_float(kind, task);
+    return out;
+  });
+  Floats twin(size, kMark);
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t row = 0; row < task.rows; ++row) {
+      twin[t * task.out_stride + row] =
+          dot_twin(weight, row * task.weight_stride, x.data() + t * task.x_stride, task.columns);
+    }
+  }
+  family.expect_equal(twin, product, what + " by the definition");
+}
+
+}  // namespace
+
+void test_matmul(Family& family) {
+  Random random(1);
+  for (int64_t tokens = 1; tokens <= 70; ++tokens) {
+    for (int i = 0; i < kNumFormats; ++i) {
+      test_packed(family, random, static_cast<Format>(i), tokens);
+    }
+    for (int i = 0; i < kNumFloatKinds; ++i) {
+      test_float(family, random, static_cast<FloatKind>(i), tokens);
+    }
+  }
+}
+
+}  // namespace minisgl_test

@@ -1,0 +1,71 @@
+// The thread pool: every task once, whoever calls, however many threads, asleep or spinning. (Forks
+// are tested from Python: qemu's user mode cannot start threads in a forked child.)
+#include "pool.h"
+
+#include <atomic>
+#include <thread>
+
+#include "test.h"
+
+namespace minisgl_test {
+namespace {
+
+// True if each of `tasks` tasks ran once, and what they wrote is seen. The counts are no atomics:
+// the pool alone orders the writes before the reads.
+bool runs_each_once(int64_t tasks) {
+  std::vector<int> count(static_cast<size_t>(tasks));
+  parallel_for(tasks, [&](int64_t i) { ++count[i]; });
+  for (const int times : count) {
+    if (times != 1) return false;
+  }
+  return true;
+}
+
+void test_counts(Family& family, int64_t rounds) {
+  Random random(7);
+  for (const int64_t spin : {0, 50}) {
+    set_spin_us(spin);
+    for (const int threads : {1, 2, 3, 8, 2}) {
+      set_num_threads(threads);
+      for (int64_t round = 0; round < rounds; ++round) {
+        ++family.cases;
+        family.check(runs_each_once(random.between(0, 40)), "a task ran twice or never");
+      }
+    }
+  }
+}
+
+void test_nesting(Family& family) {
+  set_num_threads(3);
+  std::vector<int> sums(20);
+  parallel_for(20, [&](int64_t i) { parallel_for(10, [&](int64_t j) { sums[i] += j; }); });
+  ++family.cases;
+  for (const int sum : sums) family.check(sum == 45, "tasks within a task");
+}
+
+void test_many_callers(Family& family) {
+  set_num_threads(3);
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> callers;
+  for (int t = 0; t < 4; ++t) {
+    callers.emplace_back([&] {
+      for (int round = 0; round < 200; ++round) wrong += !runs_each_once(17);
+    });
+  }
+  for (int change = 0; change < 20; ++change) set_num_threads(1 + change % 4);
+  for (std::thread& caller : callers) caller.join();
+  ++family.cases;
+  family.check(wrong == 0, "callers of several threads");
+}
+
+}  // namespace
+
+void test_pool(Family& family) {
+  const int64_t spin = spin_us();
+  test_counts(family, 100);
+  test_nesting(family);
+  test_many_callers(family);
+  set_spin_us(spin);
+}
+
+}  // namespace minisgl_test

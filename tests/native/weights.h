@@ -1,0 +1,65 @@
+// Packed weights for tests, written as format.h describes them.
+#pragma once
+
+#include "format.h"
+#include "test.h"
+
+namespace minisgl_test {
+
+// Owns exactly the bytes of its view.
+struct PackedWeight {
+  std::vector<uint8_t> bytes;
+  PackedView view;
+
+  PackedWeight(Format format, int64_t rows, int64_t columns)
+      : view{format, rows, columns, nullptr} {
+    bytes.resize(static_cast<size_t>(view.bytes()));
+    view.data = bytes.data();
+  }
+  PackedWeight(PackedWeight&&) = default;  // the bytes stay where they are
+
+  uint8_t* block(int64_t panel, int64_t group) {
+    return view.data + panel * view.panel_bytes() + group * info(view.format).block_bytes();
+  }
+};
+
+// Random codes and scales; `extreme`: the largest and smallest codes only; `odd`: a few scales that
+// are no finite normal numbers.
+inline PackedWeight random_weight(Random& random, Format format, int64_t rows, int64_t columns,
+                                  bool odd = false, bool extreme = false) {
+  PackedWeight weight(format, rows, columns);
+  const FormatInfo layout = info(format);
+  for (uint8_t& byte : weight.bytes) {
+    byte = static_cast<uint8_t>(extreme ? -random.between(0, 1) : random.between(0, 255));
+  }
+  for (int64_t b = 0; b < weight.view.panels() * weight.view.groups(); ++b) {
+    uint8_t* block = weight.view.data + b * layout.block_bytes();
+    for (int at = layout.code_bytes(); at < layout.block_bytes(); at += 2) {
+      float scale = random.normal() * 0.01f;
+      if (odd && random.one_in(97)) scale = random.strange();
+      const uint16_t half = float_to_half(scale);
+      std::memcpy(block + at, &half, 2);
+    }
+  }
+  return weight;
+}
+
+// The identity matrix: what a product with it gives is what quantisation made of the activations.
+inline PackedWeight identity(int64_t columns) {
+  PackedWeight weight(Format::kQ8, columns, columns);
+  const uint16_t one = 0x3c00;
+  for (int64_t b = 0; b < weight.view.panels() * weight.view.groups(); ++b) {
+    uint8_t* block = weight.view.data + b * info(Format::kQ8).block_bytes();
+    std::memset(block, 128, static_cast<size_t>(info(Format::kQ8).code_bytes()));
+    for (int row = 0; row < kPanelRows; ++row) {
+      std::memcpy(block + info(Format::kQ8).code_bytes() + 2 * row, &one, 2);
+    }
+  }
+  for (int64_t i = 0; i < columns; ++i) {
+    const int64_t column = i % kGroup, row = i % kPanelRows;
+    weight.block(i / kPanelRows, i / kGroup)[column / 4 * kLine + row * 4 + column % 4] = 129;
+  }
+  return weight;
+}
+
+}  // namespace minisgl_test
