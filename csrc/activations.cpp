@@ -94,7 +94,7 @@ void Activations::quantize_part(const float* x, int64_t stride, int64_t begin, i
     out.scale += skip;
     out.scaled_sum += skip;
     for (auto& sums : out.minus_sum) sums += skip;
-    run({x + first_group * kGroup, stride, stop - begin, end_group - first_group,
+    run({x, stride, stop - begin, end_group - first_group,
          columns_ - first_group * kGroup, out});
     x += (stop - begin) * stride;
     begin = stop;

@@ -46,8 +46,8 @@ class Activations {
   // Quantises float rows `stride` elements apart; uses the thread pool.
   void quantize(const float* x, int64_t stride);
 
-  // Quantises groups [first_group, end_group) of tokens [begin, end); `x` is the row of token
-  // `begin`. For callers that share out the work themselves.
+  // Quantises groups [first_group, end_group) of tokens [begin, end); `x` points to the first of
+  // these groups of token `begin`. For callers that share out the work themselves.
   void quantize_part(const float* x, int64_t stride, int64_t begin, int64_t end,
                      int64_t first_group, int64_t end_group);
 

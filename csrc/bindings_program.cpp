@@ -39,10 +39,14 @@ void add_rms_norm(uint64_t x, uint64_t residual, uint64_t weight, float eps, int
   });
 }
 
-void gate_mul(int kind, uint64_t x, int64_t rows, int64_t n, uint64_t out) {
+Activation activation(int kind) {
   if (kind < 0 || kind >= kNumActivations) fail("no such activation");
+  return static_cast<Activation>(kind);
+}
+
+void gate_mul(int kind, uint64_t x, int64_t rows, int64_t n, uint64_t out) {
+  const auto run = elementwise_kernels().gate_mul[static_cast<int>(activation(kind))];
   nb::gil_scoped_release release;
-  const auto run = elementwise_kernels().gate_mul[kind];
   for_rows(rows, 4 * n, [&](int64_t row) {
     const float* gate = address<float>(x) + row * 2 * n;
     run(gate, gate + n, n, address<float>(out) + row * n);
@@ -114,10 +118,10 @@ MatrixRef matrix(const MatrixTuple& tuple) {
   return ref;
 }
 
-void linear(Program& program, int x, const std::vector<MatrixTuple>& parts, int out) {
+std::vector<MatrixRef> matrices(const std::vector<MatrixTuple>& tuples) {
   std::vector<MatrixRef> refs;
-  for (const MatrixTuple& part : parts) refs.push_back(matrix(part));
-  program.linear(x, refs, out);
+  for (const MatrixTuple& tuple : tuples) refs.push_back(matrix(tuple));
+  return refs;
 }
 
 // What an attention step takes, in groups: see AttentionParams.
@@ -177,13 +181,18 @@ void bind_program(nb::module_& m) {
         p.add_rms_norm(x, residual, address<float>(weight), eps);
       })
       .def("gate_mul", [](Program& p, int kind, int x, int out) {
-        if (kind < 0 || kind >= kNumActivations) fail("no such activation");
-        p.gate_mul(static_cast<Activation>(kind), x, out);
+        p.gate_mul(activation(kind), x, out);
       })
       .def("bias", [](Program& p, int x, uint64_t bias, int64_t n) {
         p.bias(x, address<float>(bias), n);
       })
-      .def("linear", &linear)
+      .def("linear", [](Program& p, int x, const std::vector<MatrixTuple>& parts, int out) {
+        p.linear(x, matrices(parts), out);
+      })
+      .def("gated_mlp", [](Program& p, int x, const std::vector<MatrixTuple>& gate_up, int kind,
+                           const MatrixTuple& down, int out) {
+        p.gated_mlp(x, matrices(gate_up), activation(kind), matrix(down), out);
+      })
       .def("attention",
            [](Program& p, int qkv, int out, const Heads& heads, const Pool& pool,
               const Tables& tables, const Norms& norms) {

@@ -164,34 +164,56 @@ void add(float* x, const float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] += y[i];
 }
 
-ArgMax arg_max(const float* x, int64_t n) {
+// The largest of 16 * steps elements, NaNs left out; `nan` gathers where there were any.
+MINISGL_ROW_INLINE float largest_of(const float* x, int64_t steps, Ints (&nan)[kRegisters]) {
   Floats best[kRegisters];
-  Ints nan[kRegisters] = {};
   for (int r = 0; r < kRegisters; ++r) best[r] = splat(-INFINITY);
-  int64_t i = 0;
-  for (; i + kSums <= n; i += kSums) {
+  for (int64_t i = 0; i < steps; ++i, x += kSums) {
     for (int r = 0; r < kRegisters; ++r) {
-      const Floats value = load(x + i + r * kWidth);
+      const Floats value = load(x + r * kWidth);
       best[r] = value > best[r] ? value : best[r];
       nan[r] |= value != value;
     }
   }
-  float top[kSums];
+  float lane[kSums];
+  std::memcpy(lane, best, sizeof(lane));
+  for (int half = kSums / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lane[i] = lane[i + half] > lane[i] ? lane[i + half] : lane[i];
+  }
+  return lane[0];
+}
+
+ArgMax arg_max(const float* x, int64_t n) {
+  constexpr int64_t kSteps = 32, kSection = kSteps * kSums;  // looked through again for the index
+  Ints nan[kRegisters] = {};
+  float top = -INFINITY;
+  int64_t section = 0, i = 0;
+  for (; i + kSection <= n; i += kSection) {
+    const float value = largest_of(x + i, kSteps, nan);
+    if (value > top) {
+      top = value;
+      section = i;
+    }
+  }
   int32_t is_nan[kSums];
-  std::memcpy(top, best, sizeof(top));
   std::memcpy(is_nan, nan, sizeof(is_nan));
-  for (int lane = 1; lane < kSums; ++lane) {
-    if (top[lane] > top[0]) top[0] = top[lane];
-    is_nan[0] |= is_nan[lane];
-  }
+  for (int lane = 1; lane < kSums; ++lane) is_nan[0] |= is_nan[lane];
   for (; i < n; ++i) {
-    if (x[i] > top[0]) top[0] = x[i];
     is_nan[0] |= x[i] != x[i];
+    if (x[i] > top) {
+      top = x[i];
+      section = i;
+    }
   }
-  for (int64_t at = 0; at < n; ++at) {
-    if (is_nan[0] ? x[at] != x[at] : x[at] == top[0]) return {x[at], at};
+  if (is_nan[0]) {
+    for (int64_t at = 0; at < n; ++at) {
+      if (x[at] != x[at]) return {x[at], at};
+    }
   }
-  return {top[0], 0};
+  for (int64_t at = section; at < n; ++at) {
+    if (x[at] == top) return {x[at], at};
+  }
+  return {top, 0};
 }
 
 SoftmaxStats softmax_stats(const float* x, int64_t n, float inverse_temperature) {

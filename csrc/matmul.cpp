@@ -42,11 +42,15 @@ struct Cut {
   int64_t tasks() const { return panel_chunks * token_chunks; }
 };
 
-Cut cut_job(const PackedView& weight, int64_t tiles, int64_t total_bytes) {
-  // About eight tasks per thread even out what other processes take; panels go in pairs because
-  // kernels may take two at once.
-  const int64_t share = total_bytes / (8 * num_threads());
-  const int64_t bytes = min64(kTaskBytes, max64(share, 1));
+// How much weight a task reads when there is `total` of it. Some eight tasks per thread even out
+// what other processes take, more where a task is long because it has many tokens.
+int64_t task_bytes(int64_t total, const Activations& x) {
+  const int64_t tasks = (x.tokens() < kTileTokens ? 8 : 16) * num_threads();
+  return min64(kTaskBytes, max64(total / tasks, 1));
+}
+
+Cut cut_job(const PackedView& weight, int64_t tiles, int64_t bytes) {
+  // Panels go in pairs because kernels may take two at once.
   const int64_t pairs = max64(1, bytes / (2 * max64(weight.panel_bytes(), 1)));
   Cut cut;
   cut.panels_per_task = 2 * pairs;
@@ -55,22 +59,29 @@ Cut cut_job(const PackedView& weight, int64_t tiles, int64_t total_bytes) {
   return cut;
 }
 
+// Panels [first, first + count) of a weight, times one tile of tokens.
+void run_panels(const PackedView& weight, int64_t first, int64_t count, const ActivationTile& x,
+                float* out, int64_t out_stride) {
+  PanelTask work;
+  work.panel_bytes = weight.panel_bytes();
+  work.weight = weight.data + first * work.panel_bytes;
+  work.groups = weight.groups();
+  work.panels = count;
+  work.rows = min64(count * kPanelRows, weight.rows - first * kPanelRows);
+  work.x = x;
+  work.out = out;
+  work.out_stride = out_stride;
+  kernels().packed[static_cast<int>(weight.format)](work);
+}
+
 void run_packed(const Activations& x, const PackedJob& job, const Cut& cut, int64_t task) {
   const int64_t first = task % cut.panel_chunks * cut.panels_per_task;
   const int64_t first_tile = task / cut.panel_chunks * kTilesPerTask;
-  PanelTask work;
-  work.panel_bytes = job.weight.panel_bytes();
-  work.weight = job.weight.data + first * work.panel_bytes;
-  work.groups = job.weight.groups();
-  work.panels = min64(cut.panels_per_task, job.weight.panels() - first);
-  work.rows = min64(work.panels * kPanelRows, job.weight.rows - first * kPanelRows);
-  work.out_stride = job.out_stride;
-  const PanelFn run = kernels().packed[static_cast<int>(job.weight.format)];
+  const int64_t panels = min64(cut.panels_per_task, job.weight.panels() - first);
   const int64_t end = min64(first_tile + kTilesPerTask, x.tiles());
   for (int64_t tile = first_tile; tile < end; ++tile) {
-    work.x = x.tile(tile);
-    work.out = job.out + tile * kTileTokens * job.out_stride + first * kPanelRows;
-    run(work);
+    float* out = job.out + tile * kTileTokens * job.out_stride + first * kPanelRows;
+    run_panels(job.weight, first, panels, x.tile(tile), out, job.out_stride);
   }
 }
 
@@ -85,13 +96,40 @@ void matmul_packed(const Activations& x, const PackedJob* jobs, int num_jobs) {
   Cut cuts[kMaxJobs];
   int64_t num_tasks = 0;
   for (int i = 0; i < num_jobs; ++i) {
-    cuts[i] = cut_job(jobs[i].weight, x.tiles(), total_bytes);
+    cuts[i] = cut_job(jobs[i].weight, x.tiles(), task_bytes(total_bytes, x));
     num_tasks += cuts[i].tasks();
   }
   parallel_for(num_tasks, [&](int64_t task) {
     int i = 0;
     for (; task >= cuts[i].tasks(); ++i) task -= cuts[i].tasks();
     run_packed(x, jobs[i], cuts[i], task);
+  });
+}
+
+void matmul_gated(const Activations& x, const PackedView& gate, const PackedView& up,
+                  GateFn combine, Activations* out) {
+  constexpr int64_t kPanels = kGroup / kPanelRows;  // that make one group of the output
+  constexpr int64_t kFloats = 8192;                 // of gate, and of up, at once
+  const int64_t groups = gate.rows / kGroup;
+  const int64_t group_bytes = kPanels * (gate.panel_bytes() + up.panel_bytes());
+  const int64_t per_task = max64(1, task_bytes(groups * group_bytes, x) / group_bytes);
+  const int64_t chunks = div_up(groups, per_task);
+  parallel_for(chunks * div_up(x.tiles(), kTilesPerTask), [&](int64_t task) {
+    alignas(64) float gates[kFloats], ups[kFloats];
+    const int64_t first = task % chunks * per_task, end = min64(first + per_task, groups);
+    const int64_t first_tile = task / chunks * kTilesPerTask;
+    const int64_t end_tile = min64(first_tile + kTilesPerTask, x.tiles());
+    for (int64_t index = first_tile; index < end_tile; ++index) {
+      const ActivationTile tile = x.tile(index);
+      const int64_t token = index * kTileTokens, fitting = kFloats / (tile.stride * kGroup);
+      for (int64_t g = first; g < end; g += fitting) {
+        const int64_t count = min64(fitting, end - g), width = count * kGroup;
+        run_panels(gate, g * kPanels, count * kPanels, tile, gates, width);
+        run_panels(up, g * kPanels, count * kPanels, tile, ups, width);
+        combine(gates, ups, tile.stride * width, gates);
+        out->quantize_part(gates, width, token, token + tile.stride, g, g + count);
+      }
+    }
   });
 }
 

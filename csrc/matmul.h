@@ -22,6 +22,14 @@ struct PackedJob {
 // Multiplies the same activations by several weights in one parallel region.
 void matmul_packed(const Activations& x, const PackedJob* jobs, int num_jobs);
 
+using GateFn = void (*)(const float* gate, const float* up, int64_t n, float* out);
+
+// out = the quantised combine(gate . x, up . x); both weights have a multiple of 32 rows. A part of
+// the products is combined and quantised while it is in the first-level cache: the floats of the
+// whole never exist.
+void matmul_gated(const Activations& x, const PackedView& gate, const PackedView& up,
+                  GateFn combine, Activations* out);
+
 // What a kernel works on: a range of panels times one tile of tokens.
 struct PanelTask {
   const uint8_t* weight;  // first panel of the range

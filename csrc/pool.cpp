@@ -37,7 +37,7 @@ struct alignas(64) Queue {
   std::atomic<uint64_t> tasks{0};
 };
 
-std::atomic<int64_t> g_spin_us{200};
+std::atomic<int64_t> g_spin_us{1000};
 std::atomic<int> g_num_threads{1};
 
 class Pool {

@@ -144,15 +144,20 @@ void Program::run_steps(const Tile& tile, size_t begin, size_t end) {
   }
 }
 
+void Program::make_quantized(int64_t rows, bool is_tail) {
+  for (auto& [place, x] : quantized_) {
+    const auto [columns, of_tail, is_inside] = place;
+    (void)is_inside;
+    if (of_tail != is_tail || (*x && (*x)->tokens() == rows)) continue;
+    *x = std::make_unique<Activations>(rows, columns);
+  }
+}
+
 int64_t Program::run_tail(int64_t rows, const RunArgs& args, int64_t done) {
   Tile tile{};
   tile.rows = rows;
   tile.logits = args.logits + done * args.logits_stride;
-  for (auto& [key, x] : quantized_) {
-    if (key.second && (!*x || (*x)->tokens() != rows)) {
-      *x = std::make_unique<Activations>(rows, key.first);
-    }
-  }
+  make_quantized(rows, true);
   if (rows > 0) run_steps(tile, tail_begin_, steps_.size());
   return done + rows;
 }
@@ -171,11 +176,7 @@ void Program::run(const RunArgs& args) {
                                requests.kv_len.data(), requests.rows, args.requests.row_stride};
     const Tile tile{end - begin,          args.input_ids + begin, args.positions + begin,
                     args.out_loc + begin, &batch,                 nullptr};
-    for (auto& [key, x] : quantized_) {
-      if (!key.second && (!*x || (*x)->tokens() != tile.rows)) {
-        *x = std::make_unique<Activations>(tile.rows, key.first);
-      }
-    }
+    make_quantized(tile.rows, false);
     run_steps(tile, 0, tail_begin_);
     while (done + waiting < args.num_wanted && args.wanted[done + waiting] < end) {
       if (waiting == capacity_) {

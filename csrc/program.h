@@ -17,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "activations.h"
@@ -109,6 +110,10 @@ class Program {
   void gate_mul(Activation kind, int x, int out);
   void bias(int x, const float* bias, int64_t n);
   void linear(int x, const std::vector<MatrixRef>& parts, int out);
+  // down . (kind(gate . x) * up . x), gate and up being the halves of the rows of `gate_up`. All
+  // are packed, and what they multiply has a multiple of 32 rows.
+  void gated_mlp(int x, const std::vector<MatrixRef>& gate_up, Activation kind,
+                 const MatrixRef& down, int out);
   // Norms (if asked to) and rotates q and k, stores k and v, attends; overwrites q inside qkv.
   void attention(int qkv, int out, const AttentionParams& params);
   // Copies the wanted rows of x to `to`; all selects of a program stand together.
@@ -153,7 +158,11 @@ class Program {
   using Quantized = std::shared_ptr<std::unique_ptr<Activations>>;
 
   bool in_tail() const { return tail_begin_ > 0; }
-  Quantized quantized(int64_t columns);
+  // Where quantised rows are: (columns, whether of the tail, whether inside an MLP).
+  using Place = std::tuple<int64_t, bool, bool>;
+  Quantized quantized(int64_t columns, bool is_inside);
+  Quantized quantize(int x);
+  void make_quantized(int64_t rows, bool is_tail);
   void check(const RunArgs& args) const;
   void reserve(int64_t rows);
   void run_steps(const Tile& tile, size_t begin, size_t end);
@@ -166,7 +175,7 @@ class Program {
   std::vector<Buffer> buffers_;
   std::vector<Step> steps_;
   std::vector<std::pair<int, int>> selects_;
-  std::map<std::pair<int64_t, bool>, Quantized> quantized_;
+  std::map<Place, Quantized> quantized_;
   size_t tail_begin_ = 0;
   int64_t capacity_ = 0;       // rows of each buffer
   int64_t logits_stride_ = 0;  // of the run in progress

@@ -112,9 +112,19 @@ void Program::bias(int x, const float* bias, int64_t n) {
   add_row_step("bias", n, [=](const Tile&, int64_t row) { run(at(x, row), bias, n); });
 }
 
-Program::Quantized Program::quantized(int64_t columns) {
-  Quantized& slot = quantized_[{columns, in_tail()}];
+Program::Quantized Program::quantized(int64_t columns, bool is_inside) {
+  Quantized& slot = quantized_[{columns, in_tail(), is_inside}];
   if (!slot) slot = std::make_shared<std::unique_ptr<Activations>>();
+  return slot;
+}
+
+Program::Quantized Program::quantize(int x) {
+  const int64_t columns = width(x);
+  const Quantized slot = quantized(columns, false);
+  add_part_step("quantize", 4 * columns, num_groups(columns), [=](const Tile&, const Part& part) {
+    const float* first = at(x, part.begin) + part.first_group * kGroup;
+    (*slot)->quantize_part(first, columns, part.begin, part.end, part.first_group, part.end_group);
+  });
   return slot;
 }
 
@@ -132,13 +142,7 @@ void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
     fail("weight and output do not match");
   }
   Quantized input;
-  if (any_packed) {
-    input = quantized(columns);
-    add_part_step("quantize", 4 * columns, num_groups(columns), [=](const Tile&, const Part& part) {
-      (*input)->quantize_part(at(x, part.begin), columns, part.begin, part.end, part.first_group,
-                              part.end_group);
-    });
-  }
+  if (any_packed) input = quantize(x);
   std::vector<PackedJob> jobs(parts.size());  // memory to fill at each run
   add_whole_step(out == kLogits ? "head" : "linear", bytes, [=](const Tile& tile) mutable {
     float* to = out == kLogits ? tile.logits : at(out);
@@ -154,6 +158,37 @@ void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
       to += part.view.rows;
     }
     if (num_jobs > 0) matmul_packed(**input, jobs.data(), num_jobs);
+  });
+}
+
+void Program::gated_mlp(int x, const std::vector<MatrixRef>& gate_up, Activation kind,
+                        const MatrixRef& down, int out) {
+  const int64_t inner = down.view.columns;
+  std::vector<PackedView> halves;
+  int64_t bytes = 0;
+  for (const MatrixRef& part : gate_up) {
+    if (!part.packed || part.view.columns != width(x)) fail("gate, up and input do not match");
+    bytes += part.view.bytes();
+    PackedView half = part.view;
+    if (gate_up.size() == 1) half.rows = inner;
+    halves.push_back(half);
+    half.data += inner / kPanelRows * half.panel_bytes();
+    if (gate_up.size() == 1) halves.push_back(half);
+  }
+  int64_t rows = 0;
+  for (const MatrixRef& part : gate_up) rows += part.view.rows;
+  if (halves.size() != 2 || rows != 2 * inner || inner % kGroup != 0 || halves[0].rows != inner) {
+    fail("gate and up do not match what comes after them");
+  }
+  if (!down.packed || down.view.rows != width(out)) fail("bad end of an MLP");
+  const auto combine = elementwise_kernels().gate_mul[static_cast<int>(kind)];
+  const Quantized input = quantize(x), hidden = quantized(inner, true);
+  add_whole_step("gated", bytes, [=](const Tile&) {
+    matmul_gated(**input, halves[0], halves[1], combine, hidden->get());
+  });
+  add_whole_step("linear", down.view.bytes(), [=](const Tile&) {
+    const PackedJob job{down.view, at(out), down.view.rows};
+    matmul_packed(**hidden, &job, 1);
   });
 }
 

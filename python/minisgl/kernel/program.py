@@ -24,6 +24,7 @@ from .native_ops import ACTIVATIONS
 
 Ints = torch.Tensor | np.ndarray
 TYPE_NAMES = {torch.int32: np.dtype(np.int32).str, torch.int64: np.dtype(np.int64).str}
+GROUP = 32  # columns that share a scale
 LOGITS = -1  # the native name of the caller's logits
 
 
@@ -99,6 +100,25 @@ class Recorder:
         if bias is not None:
             address, width = self._vector(bias, out.width), out.width
             self._note("bias", (out,), lambda out: (out, address, width))
+        return out
+
+    def gated_mlp(
+        self, x: Buffer, gate_up: Sequence[Any], activation: str, down: Any
+    ) -> Buffer | None:
+        """`down(activation(gate(x)) * up(x))` without biases; None if it must be three steps.
+
+        gate_up: both on top of each other, or one after the other. What is between them and `down`
+        is combined and quantised piece by piece and never written out, so all must be packed.
+        """
+        parts = [self._matrix(part) for part in gate_up]
+        last = self._matrix(down)
+        inner = last[4]
+        is_even = len(parts) == 1 or [part[3] for part in parts] == [inner, inner]
+        if not (last[0] and all(part[0] for part in parts) and is_even and inner % GROUP == 0):
+            return None
+        kind = ACTIVATIONS[activation]
+        out = self._buffer(last[3])
+        self._note("gated_mlp", (x, out), lambda x, out: (x, parts, kind, last, out))
         return out
 
     def attention(

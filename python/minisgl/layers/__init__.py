@@ -9,7 +9,7 @@ from __future__ import annotations
 from minisgl.kernel.torch_ops import silu_and_mul
 
 from .attention import AttentionLayer
-from .base import BaseOP, OPList, Parameter, StateLessOP
+from .base import BaseOP, OPList, Parameter, StateLessOP, native_parts
 from .embedding import ParallelLMHead, VocabParallelEmbedding, vocab_range
 from .linear import (
     LinearColParallelMerged,
@@ -43,6 +43,7 @@ __all__ = [
     "check_rope_scaling",
     "get_rope",
     "set_rope_device",
+    "native_parts",
     "silu_and_mul",
     "vocab_range",
 ]

@@ -27,6 +27,7 @@ from minisgl.layers import (
     RMSNormFused,
     VocabParallelEmbedding,
     get_rope,
+    native_parts,
     silu_and_mul,
 )
 
@@ -88,8 +89,14 @@ class GatedMLP(BaseOP):
 
     def record(self, program: Recorder, x: Buffer) -> Buffer:
         """As `forward`."""
-        gate_up = self.gate_up_proj.record(program, x)
-        return self.down_proj.record(program, program.gate_mul(gate_up, "silu"))
+        if self.gate_up_proj.bias is None and self.down_proj.bias is None:
+            gate_up = native_parts(self.gate_up_proj.weight)
+            down = native_parts(self.down_proj.weight)
+            out = program.gated_mlp(x, gate_up, "silu", down[0]) if len(down) == 1 else None
+            if out is not None:
+                return out
+        gated = program.gate_mul(self.gate_up_proj.record(program, x), "silu")
+        return self.down_proj.record(program, gated)
 
 
 class SparseMLP(BaseOP):
