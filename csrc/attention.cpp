@@ -1,8 +1,9 @@
 // How attention is cut into tasks; the kernels themselves are in attention_<isa>.cpp.
 //
-// A task is a tile of query tokens times the heads that share one KV head, over a range of splits.
-// Where that alone gives the threads too little to share out, the splits of a tile go to several
-// tasks; the one that finishes last merges them, in order.
+// A unit is a tile of query tokens over a range of KV heads and splits. Small tiles are one unit,
+// which finds keys and values of all heads side by side. Where that gives the threads too little to
+// share out, heads, then splits of a tile go to several units; the one that finishes last merges
+// the splits, in order.
 #include "attention.h"
 
 #include <algorithm>
@@ -49,10 +50,11 @@ const AttentionKernels& kernels() {
 }
 
 struct Unit {
-  int32_t req, kv_head, first_query, num_queries;
+  int32_t req, first_query, num_queries;
+  int32_t first_head, end_head;    // KV heads
   int32_t first_split, end_split;  // of this task
   int32_t tile_first, tile_end;    // of the tile
-  int32_t shared;                  // index into Plan::pending, -1 if the tile is one task
+  int32_t shared;                  // index into Plan::pending, -1 if its splits are one unit
   int64_t partials;                // where the tile's partials start, in floats
 };
 
@@ -63,7 +65,7 @@ struct Free {
 // What a call needs, kept by the calling thread so that the next layer finds it warm.
 struct Plan {
   std::vector<Unit> units;
-  std::vector<int32_t> pending;  // tasks of a shared tile that have not finished
+  std::vector<int32_t> pending;  // units of shared splits that have not finished
   std::vector<uint8_t> taken;    // working memories in use, one flag per cache line
   int64_t max_rows = 0, partial_floats = 0;
   std::unique_ptr<float, Free> memory;
@@ -133,31 +135,33 @@ struct Planner {
   void add_tile(int64_t req, int64_t start, int64_t first_query, int64_t count) {
     const int64_t first = start + first_query, end = first + count;
     const int64_t first_split = low(first) / kKeySplit, end_split = div_up(end, kKeySplit);
-    const int64_t parts = min64(end_split - first_split, div_up(cost(count, end), target));
+    const int64_t heads = shape.num_kv_heads, splits = end_split - first_split;
     const int64_t rows = count * group;
+    const int64_t wanted = div_up(cost(count, end) * heads, target);
+    const int64_t head_parts = min64(heads, wanted);
+    const int64_t split_parts = min64(splits, div_up(wanted, head_parts));
     const int64_t shared = static_cast<int64_t>(plan->pending.size());
-    const int64_t size = (end_split - first_split) * rows * partial_floats(shape.head_dim);
-    for (int64_t p = 0; p < parts; ++p) {
-      const int64_t splits = end_split - first_split;
-      for (int64_t h = 0; h < shape.num_kv_heads; ++h) {
+    for (int64_t p = 0; p < split_parts; ++p) {
+      for (int64_t h = 0; h < head_parts; ++h) {
         Unit unit;
         unit.req = static_cast<int32_t>(req);
-        unit.kv_head = static_cast<int32_t>(h);
         unit.first_query = static_cast<int32_t>(first_query);
         unit.num_queries = static_cast<int32_t>(count);
-        unit.first_split = static_cast<int32_t>(first_split + splits * p / parts);
-        unit.end_split = static_cast<int32_t>(first_split + splits * (p + 1) / parts);
+        unit.first_head = static_cast<int32_t>(heads * h / head_parts);
+        unit.end_head = static_cast<int32_t>(heads * (h + 1) / head_parts);
+        unit.first_split = static_cast<int32_t>(first_split + splits * p / split_parts);
+        unit.end_split = static_cast<int32_t>(first_split + splits * (p + 1) / split_parts);
         unit.tile_first = static_cast<int32_t>(first_split);
         unit.tile_end = static_cast<int32_t>(end_split);
-        unit.shared = parts > 1 ? static_cast<int32_t>(shared + h) : -1;
-        unit.partials = plan->partial_floats + h * size;
+        unit.shared = split_parts > 1 ? static_cast<int32_t>(shared + h) : -1;
+        unit.partials = plan->partial_floats;
         plan->units.push_back(unit);
       }
     }
-    if (parts > 1) {
-      plan->partial_floats += shape.num_kv_heads * size;
-      plan->pending.insert(plan->pending.end(), static_cast<size_t>(shape.num_kv_heads),
-                           static_cast<int32_t>(parts));
+    if (split_parts > 1) {
+      plan->partial_floats += heads * splits * partial_floats(shape.head_dim, rows);
+      plan->pending.insert(plan->pending.end(), static_cast<size_t>(head_parts),
+                           static_cast<int32_t>(split_parts));
     }
     plan->max_rows = max64(plan->max_rows, rows);
   }
@@ -188,7 +192,9 @@ void paged_attention(const AttentionBatch& batch, const AttentionShape& shape, c
   const auto run = table.run[static_cast<int>(kv.kind)];
   const int64_t group_floats = shape.num_q_heads / shape.num_kv_heads * shape.head_dim;
 
-  parallel_for(static_cast<int64_t>(plan.units.size()), [&](int64_t index) {
+  const int64_t count = static_cast<int64_t>(plan.units.size());
+
+  parallel_for(count, [&](int64_t index) {
     const Unit& unit = plan.units[static_cast<size_t>(index)];
     const int64_t slot = take_slot(plan.taken);
     const int64_t queries = batch.query_start[unit.req + 1] - batch.query_start[unit.req];
@@ -197,25 +203,47 @@ void paged_attention(const AttentionBatch& batch, const AttentionShape& shape, c
     task.shape = &shape;
     task.kv = &kv;
     task.locations = batch.rows + unit.req * batch.row_stride;
-    task.kv_head = unit.kv_head;
     task.num_queries = unit.num_queries;
     task.first_position = batch.kv_len[unit.req] - queries + unit.first_query;
-    task.q = q + token * q_stride + unit.kv_head * group_floats;
     task.q_stride = q_stride;
-    task.out = out + token * out_stride + unit.kv_head * group_floats;
     task.out_stride = out_stride;
     task.first_split = unit.first_split;
     task.end_split = unit.end_split;
-    task.partials = unit.shared < 0 ? nullptr : partials + unit.partials;
     task.partial_split = unit.tile_first;
+    task.next_kv_head = 0;
+    task.next_locations = nullptr;
     task.scratch = memory + slot * slot_floats;
-    run(task);
+    const int64_t splits = unit.tile_end - unit.tile_first;
+    const int64_t head_partials = splits * partial_floats(shape.head_dim, task.num_rows());
+    const auto each_head = [&](const auto& body) {
+      for (int64_t head = unit.first_head; head < unit.end_head; ++head) {
+        task.kv_head = head;
+        task.q = q + token * q_stride + head * group_floats;
+        task.out = out + token * out_stride + head * group_floats;
+        task.partials =
+            unit.shared < 0 ? nullptr : partials + unit.partials + head * head_partials;
+        body();
+      }
+    };
+    each_head([&] {
+      const bool more = task.kv_head + 1 < unit.end_head;
+      const int64_t follower = more ? index : index + num_threads();
+      task.next_keys = 0;
+      if (follower < count) {
+        const Unit& next = plan.units[static_cast<size_t>(follower)];
+        task.next_kv_head = more ? task.kv_head + 1 : next.first_head;
+        const int64_t start = next.first_split * kKeySplit;
+        task.next_locations = batch.rows + next.req * batch.row_stride + start;
+        task.next_keys = min64(kKeyBlock, batch.kv_len[next.req] - start);
+      }
+      run(task);
+    });
     if (unit.shared >= 0) {
       int32_t* pending = &plan.pending[static_cast<size_t>(unit.shared)];
       if (__atomic_sub_fetch(pending, 1, __ATOMIC_ACQ_REL) == 0) {
         task.first_split = unit.tile_first;
         task.end_split = unit.tile_end;
-        table.merge(task);
+        each_head([&] { table.merge(task); });
       }
     }
     __atomic_store_n(&plan.taken[static_cast<size_t>(slot * 64)], 0, __ATOMIC_RELEASE);

@@ -8,7 +8,8 @@ namespace minisgl {
 namespace {
 
 struct Avx2 {
-  static constexpr int kRows = 6, kVecs = 1;  // 12 sums in registers
+  static constexpr int kRows = 6, kSums = 6;
+  static constexpr int64_t kTurned = 32;  // bytes of keys, one column, turned at once
   struct Vec {
     __m256 low, high;
   };
@@ -62,23 +63,30 @@ struct Avx2 {
   static MINISGL_INLINE Vec load_int8(const int8_t* p) {
     return {widen_int8(p), widen_int8(p + 8)};
   }
+  static MINISGL_INLINE __m256 widen_int16(const uint16_t* p) {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(codes));
+  }
+  static MINISGL_INLINE Vec load_int16(const uint16_t* p) {
+    return {widen_int16(p), widen_int16(p + 8)};
+  }
   static MINISGL_INLINE void store_float16(uint16_t* p, Vec a) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.low, kNearest));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.high, kNearest));
   }
 
-  // 2^n where the low bits of `shifted` hold n + 2^22.
+  // 2^n where the low bits of `shifted` hold n + 127.
   static MINISGL_INLINE __m256 power(__m256 shifted) {
-    const __m256i n = _mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(127));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(n, 23));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
   }
   static MINISGL_INLINE Vec power_of_two(Vec shifted) {
     return {power(shifted.low), power(shifted.high)};
   }
-  static MINISGL_INLINE Vec zero_where_less(Vec x, Vec bound, Vec a) {
-    return {_mm256_andnot_ps(_mm256_cmp_ps(x.low, bound.low, _CMP_LT_OQ), a.low),
-            _mm256_andnot_ps(_mm256_cmp_ps(x.high, bound.high, _CMP_LT_OQ), a.high)};
+  // a where x < bound, b elsewhere.
+  static MINISGL_INLINE Vec where_less(Vec x, Vec bound, Vec a, Vec b) {
+    return {_mm256_blendv_ps(b.low, a.low, _mm256_cmp_ps(x.low, bound.low, _CMP_LT_OQ)),
+            _mm256_blendv_ps(b.high, a.high, _mm256_cmp_ps(x.high, bound.high, _CMP_LT_OQ))};
   }
 
   // Lane i with i + 8, then i + 4, i + 2, i + 1.
@@ -95,22 +103,44 @@ struct Avx2 {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
 
-  // Four columns of 16 rows: out[i * out_stride + r] = rows[r * stride + i].
-  static MINISGL_INLINE void transpose4(const float* rows, int64_t stride, float* out,
-                                        int64_t out_stride) {
-    for (int half = 0; half < 2; ++half, rows += 8 * stride, out += 8) {
-      __m256 y[4];
-      for (int r = 0; r < 4; ++r) {
-        y[r] = _mm256_castps128_ps256(_mm_loadu_ps(rows + r * stride));
-        y[r] = _mm256_insertf128_ps(y[r], _mm_loadu_ps(rows + (4 + r) * stride), 1);
-      }
-      const __m256 a = _mm256_unpacklo_ps(y[0], y[1]), b = _mm256_unpackhi_ps(y[0], y[1]);
-      const __m256 c = _mm256_unpacklo_ps(y[2], y[3]), e = _mm256_unpackhi_ps(y[2], y[3]);
-      _mm256_storeu_ps(out, _mm256_shuffle_ps(a, c, 0x44));
-      _mm256_storeu_ps(out + out_stride, _mm256_shuffle_ps(a, c, 0xee));
-      _mm256_storeu_ps(out + 2 * out_stride, _mm256_shuffle_ps(b, e, 0x44));
-      _mm256_storeu_ps(out + 3 * out_stride, _mm256_shuffle_ps(b, e, 0xee));
+  // The same 16 bytes of each of 2 rows, `step` rows apart.
+  template <class T>
+  static MINISGL_INLINE __m256i two(const T* const* rows, int64_t step, int64_t column) {
+    return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(rows[step] + column),
+                               reinterpret_cast<const __m128i*>(rows[0] + column));
+  }
+  static MINISGL_INLINE void put(void* p, __m256i a) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), a);
+  }
+  // Eight columns of 16 rows: out[i * 64 + r] = rows[r][column + i].
+  static MINISGL_INLINE void turn(const uint16_t* const* rows, int64_t column, uint16_t* out) {
+    __m256i z[8], y[8];
+    for (int r = 0; r < 8; ++r) z[r] = two(rows + r, 8, column);
+    for (int r = 0; r < 4; ++r) {
+      y[r] = _mm256_unpacklo_epi16(z[r], z[r + 4]);
+      y[r + 4] = _mm256_unpackhi_epi16(z[r], z[r + 4]);
     }
+    for (int r = 0; r < 8; r += 4) {
+      for (int i = 0; i < 2; ++i) {
+        z[r + i] = _mm256_unpacklo_epi16(y[r + i], y[r + i + 2]);
+        z[r + i + 2] = _mm256_unpackhi_epi16(y[r + i], y[r + i + 2]);
+      }
+    }
+    for (int r = 0; r < 8; r += 2) {
+      put(out + r * kKeyBlock, _mm256_unpacklo_epi16(z[r], z[r + 1]));
+      put(out + (r + 1) * kKeyBlock, _mm256_unpackhi_epi16(z[r], z[r + 1]));
+    }
+  }
+  // Four columns of 8 rows.
+  static MINISGL_INLINE void turn(const float* const* rows, int64_t column, float* out) {
+    __m256 z[4];
+    for (int r = 0; r < 4; ++r) z[r] = _mm256_castsi256_ps(two(rows + r, 4, column));
+    const __m256 a = _mm256_unpacklo_ps(z[0], z[1]), b = _mm256_unpackhi_ps(z[0], z[1]);
+    const __m256 c = _mm256_unpacklo_ps(z[2], z[3]), e = _mm256_unpackhi_ps(z[2], z[3]);
+    _mm256_storeu_ps(out, _mm256_shuffle_ps(a, c, 0x44));
+    _mm256_storeu_ps(out + kKeyBlock, _mm256_shuffle_ps(a, c, 0xee));
+    _mm256_storeu_ps(out + 2 * kKeyBlock, _mm256_shuffle_ps(b, e, 0x44));
+    _mm256_storeu_ps(out + 3 * kKeyBlock, _mm256_shuffle_ps(b, e, 0xee));
   }
 };
 

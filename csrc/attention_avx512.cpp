@@ -8,7 +8,8 @@ namespace minisgl {
 namespace {
 
 struct Avx512 {
-  static constexpr int kRows = 6, kVecs = 4;  // 24 sums in registers
+  static constexpr int kRows = 6, kSums = 24;
+  static constexpr int64_t kTurned = 64;  // bytes of keys, one column, turned at once
   using Vec = __m512;
 
   static MINISGL_INLINE Vec zero() { return _mm512_setzero_ps(); }
@@ -33,18 +34,22 @@ struct Avx512 {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
   }
+  static MINISGL_INLINE Vec load_int16(const uint16_t* p) {
+    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes));
+  }
   static MINISGL_INLINE void store_float16(uint16_t* p, Vec a) {
     const __m256i half = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
   }
 
-  // 2^n where the low bits of `shifted` hold n + 2^22.
+  // 2^n where the low bits of `shifted` hold n + 127.
   static MINISGL_INLINE Vec power_of_two(Vec shifted) {
-    const __m512i n = _mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(127));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(n, 23));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(shifted), 23));
   }
-  static MINISGL_INLINE Vec zero_where_less(Vec x, Vec bound, Vec a) {
-    return _mm512_mask_mov_ps(a, _mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ), _mm512_setzero_ps());
+  // a where x < bound, b elsewhere.
+  static MINISGL_INLINE Vec where_less(Vec x, Vec bound, Vec a, Vec b) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, bound, _CMP_LT_OQ), b, a);
   }
 
   // Lane i with i + 8, then i + 4, i + 2, i + 1.
@@ -63,22 +68,46 @@ struct Avx512 {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
 
-  // Four columns of 16 rows: out[i * out_stride + r] = rows[r * stride + i].
-  static MINISGL_INLINE void transpose4(const float* rows, int64_t stride, float* out,
-                                        int64_t out_stride) {
-    __m512 z[4];
+  // The same 16 bytes of each of 4 rows, `step` rows apart.
+  template <class T>
+  static MINISGL_INLINE __m512i four(const T* const* rows, int64_t step, int64_t column) {
+    const auto at = [=](int64_t i) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[i * step] + column));
+    };
+    __m512i z = _mm512_castsi128_si512(at(0));
+    z = _mm512_inserti32x4(z, at(1), 1);
+    z = _mm512_inserti32x4(z, at(2), 2);
+    return _mm512_inserti32x4(z, at(3), 3);
+  }
+  // Eight columns of 32 rows: out[i * 64 + r] = rows[r][column + i].
+  static MINISGL_INLINE void turn(const uint16_t* const* rows, int64_t column, uint16_t* out) {
+    __m512i z[8], y[8];
+    for (int r = 0; r < 8; ++r) z[r] = four(rows + r, 8, column);
     for (int r = 0; r < 4; ++r) {
-      z[r] = _mm512_castps128_ps512(_mm_loadu_ps(rows + r * stride));
-      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows + (4 + r) * stride), 1);
-      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows + (8 + r) * stride), 2);
-      z[r] = _mm512_insertf32x4(z[r], _mm_loadu_ps(rows + (12 + r) * stride), 3);
+      y[r] = _mm512_unpacklo_epi16(z[r], z[r + 4]);
+      y[r + 4] = _mm512_unpackhi_epi16(z[r], z[r + 4]);
     }
+    for (int r = 0; r < 8; r += 4) {
+      for (int i = 0; i < 2; ++i) {
+        z[r + i] = _mm512_unpacklo_epi16(y[r + i], y[r + i + 2]);
+        z[r + i + 2] = _mm512_unpackhi_epi16(y[r + i], y[r + i + 2]);
+      }
+    }
+    for (int r = 0; r < 8; r += 2) {
+      _mm512_storeu_si512(out + r * kKeyBlock, _mm512_unpacklo_epi16(z[r], z[r + 1]));
+      _mm512_storeu_si512(out + (r + 1) * kKeyBlock, _mm512_unpackhi_epi16(z[r], z[r + 1]));
+    }
+  }
+  // Four columns of 16 rows.
+  static MINISGL_INLINE void turn(const float* const* rows, int64_t column, float* out) {
+    __m512 z[4];
+    for (int r = 0; r < 4; ++r) z[r] = _mm512_castsi512_ps(four(rows + r, 4, column));
     const __m512 a = _mm512_unpacklo_ps(z[0], z[1]), b = _mm512_unpackhi_ps(z[0], z[1]);
     const __m512 c = _mm512_unpacklo_ps(z[2], z[3]), e = _mm512_unpackhi_ps(z[2], z[3]);
     _mm512_storeu_ps(out, _mm512_shuffle_ps(a, c, 0x44));
-    _mm512_storeu_ps(out + out_stride, _mm512_shuffle_ps(a, c, 0xee));
-    _mm512_storeu_ps(out + 2 * out_stride, _mm512_shuffle_ps(b, e, 0x44));
-    _mm512_storeu_ps(out + 3 * out_stride, _mm512_shuffle_ps(b, e, 0xee));
+    _mm512_storeu_ps(out + kKeyBlock, _mm512_shuffle_ps(a, c, 0xee));
+    _mm512_storeu_ps(out + 2 * kKeyBlock, _mm512_shuffle_ps(b, e, 0x44));
+    _mm512_storeu_ps(out + 3 * kKeyBlock, _mm512_shuffle_ps(b, e, 0xee));
   }
 };
 

@@ -4,7 +4,8 @@
 //
 // For each block of 64 keys: the keys are laid on their side (column by column, 64 keys each), so
 // that a score is a chain over the columns in some lane; rows go through in groups that share each
-// loaded key and value. Grouping decides who shares loads, never the order of a sum.
+// loaded key and value. Few rows widen 16-bit keys and values as they read them, many rows find
+// them widened once. Grouping decides who shares loads, never the order of a sum.
 #pragma once
 
 #include <cstring>
@@ -15,25 +16,39 @@ namespace minisgl {
 namespace {
 
 constexpr int64_t kKeyVecs = kKeyBlock / kVecLanes;
+constexpr float kNone = -__builtin_inff();  // the maximum of nothing
+
+alignas(64) constexpr float kIota[kKeyBlock] = {
+    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+    22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
+    44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+
+// What rows have gathered: padded columns of `out` for each, its maximum and its sum.
+struct RowState {
+  float *out, *max, *sum;
+};
 
 // One block of keys as a task sees it. Positions inside the block are counted from its first key.
-template <KvKind kKind>
+// kPacked: keys and values lie widened in scratch.
+template <KvKind kKind, bool kPacked>
 struct KeyBlock {
-  using T = typename Element<kKind>::Type;
-  int64_t base;          // absolute position of the block's first key
-  int64_t begin, end;    // what the tile sees of it
-  const T* values[kKeyBlock];
-  const float* packed[kKeyBlock];
+  static constexpr KvKind kStored = kPacked ? KvKind::kFloat32 : kKind;
+  int64_t base;        // absolute position of the block's first key
+  int64_t begin, end;  // what the tile sees of it
+  bool full;           // every row sees every key
+  const typename Element<kStored>::Turned* keys;
+  const typename Element<kStored>::Type* values[kKeyBlock];
 };
 
 // Working memory of a task, cut from AttentionTask::scratch.
 struct Scratch {
-  float *keys, *values, *loose, *scores, *k_scale, *v_scale;
-  float *split_out, *total_out, *split_max, *split_sum, *total_max, *total_sum;
+  float *queries, *turned, *keys, *values, *scores, *k_scale, *v_scale;
+  RowState split, total;
+  int32_t* position;  // of each row
   int64_t pad;
 
   explicit Scratch(const AttentionTask& task) {
-    const int64_t rows = task.num_rows();
+    const int64_t rows = task.num_rows(), whole = (rows + kVecLanes - 1) / kVecLanes * kVecLanes;
     pad = padded_dim(task.shape->head_dim);
     float* next = task.scratch;
     const auto take = [&](int64_t count) {
@@ -41,29 +56,32 @@ struct Scratch {
       next += count;
       return result;
     };
+    queries = take(rows * pad);
+    turned = take(pad * kKeyBlock);
     keys = take(pad * kKeyBlock);
     values = take(pad * kKeyBlock);
-    loose = take(pad * kVecLanes);
     scores = take(kMaxRows * kKeyBlock);
     k_scale = take(kKeyBlock);
     v_scale = take(kKeyBlock);
-    split_out = take(rows * pad);
-    total_out = take(rows * pad);
-    split_max = take(rows);
-    split_sum = take(rows);
-    total_max = take(rows);
-    total_sum = take(rows);
+    for (RowState* state : {&split, &total}) {
+      state->out = take(rows * pad);
+      state->max = take(whole + kVecLanes);
+      state->sum = take(whole + kVecLanes);
+    }
+    position = reinterpret_cast<int32_t*>(take(whole));
   }
 };
 
-// 2^x for x <= 0, and exactly 0 below 2^-126; NaN stays NaN. The polynomial is a minimax fit of 2^x
+inline float larger(float a, float b) { return a > b ? a : b; }
+
+// 2^x for x <= 0, and exactly 0 below -126; NaN stays NaN. The polynomial is a minimax fit of 2^x
 // on [-1/2, 1/2] with the constant fixed at 1, relative error 2e-9.
 template <class V>
 MINISGL_INLINE typename V::Vec exp2_vec(typename V::Vec x) {
   const auto c = [](float value) { return V::broadcast(value); };
-  const auto clamped = V::max(c(-126.0f), x);  // in this order: a NaN passes
-  const auto shifted = V::add(clamped, c(12582912.0f));  // 1.5 * 2^23: the integer in the low bits
-  const auto r = V::sub(clamped, V::sub(shifted, c(12582912.0f)));
+  // 1.5 * 2^23 + 127: the low bits hold the integer and the bias of an exponent.
+  const auto shifted = V::add(x, c(12583039.0f));
+  const auto r = V::sub(x, V::sub(shifted, c(12583039.0f)));
   auto p = c(0x1.41fbbcp-13f);
   p = V::fma(p, r, c(0x1.5f3e54p-10f));
   p = V::fma(p, r, c(0x1.3b2d4cp-7f));
@@ -71,31 +89,20 @@ MINISGL_INLINE typename V::Vec exp2_vec(typename V::Vec x) {
   p = V::fma(p, r, c(0x1.ebfbdcp-3f));
   p = V::fma(p, r, c(0x1.62e430p-1f));
   p = V::fma(p, r, c(1.0f));
-  return V::zero_where_less(x, c(-126.0f), V::mul(p, V::power_of_two(shifted)));
+  return V::where_less(x, c(-126.0f), V::zero(), V::mul(p, V::power_of_two(shifted)));
 }
 
-template <class V>
-MINISGL_INLINE float exp2_one(float x) {
-  return V::first(exp2_vec<V>(V::broadcast(x)));
-}
-
-inline float larger(float a, float b) { return a > b ? a : b; }
-
-// Lays keys [g * 16, g * 16 + 16) of the block on their side: keys[column * 64 + key].
-template <class V, KvKind kKind>
-MINISGL_INLINE void turn_keys(const typename Element<kKind>::Type* const* rows, int64_t dim,
-                              const Scratch& s, int64_t g) {
-  for (int64_t i = 0; i < kVecLanes; ++i) {
-    float* loose = s.loose + i * s.pad;
-    if (rows[i] != nullptr) {
-      widen_row<V, kKind>(rows[i], dim, loose);
-    } else {
-      std::memset(loose, 0, static_cast<size_t>(s.pad) * sizeof(float));
+// Turns keys [begin, end) of the block, and neighbours: out[column * 64 + key].
+template <class V, class T>
+void turn_keys(const T* const* rows, int64_t dim, int64_t begin, int64_t end, T* out) {
+  constexpr int64_t kKeys = V::kTurned / static_cast<int64_t>(sizeof(T));
+  constexpr int64_t kColumns = 16 / static_cast<int64_t>(sizeof(T));
+  for (int64_t g = begin / kKeys * kKeys; g < end; g += kKeys) {
+    int64_t d = 0;
+    for (; d + kColumns <= dim; d += kColumns) V::turn(rows + g, d, out + d * kKeyBlock + g);
+    for (; d < dim; ++d) {
+      for (int64_t j = g; j < g + kKeys; ++j) out[d * kKeyBlock + j] = rows[j][d];
     }
-  }
-  float* keys = s.keys + g * kVecLanes;
-  for (int64_t d = 0; d < dim; d += 4, keys += 4 * kKeyBlock) {
-    V::transpose4(s.loose + d, s.pad, keys, kKeyBlock);
   }
 }
 
@@ -106,52 +113,91 @@ MINISGL_INLINE void prefetch_row(const T* row, int64_t dim) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
 }
 
-// Reads the block's keys, and remembers where its values are or widens them.
-template <class V, KvKind kKind>
-void load_block(const AttentionTask& task, const Scratch& s, bool pack_values,
-                KeyBlock<kKind>* block) {
+// Keys of one head at `count` locations, on their way from memory.
+template <KvKind kKind>
+MINISGL_INLINE void prefetch_keys(const AttentionTask& task, int64_t kv_head,
+                                  const int32_t* locations, int64_t count) {
+  const int64_t dim = task.shape->head_dim;
+  const auto* k = static_cast<const typename Element<kKind>::Type*>(task.kv->k) + kv_head * dim;
+  for (int64_t j = 0; j < count; ++j) prefetch_row(k + locations[j] * task.kv->token_stride, dim);
+}
+
+// Reads keys [begin, end) of the block and prepares its values.
+template <class V, KvKind kKind, bool kPacked>
+void load_block(const AttentionTask& task, const Scratch& s, KeyBlock<kKind, kPacked>* block) {
   using T = typename Element<kKind>::Type;
+  using Turned = typename Element<kKind>::Turned;
   const KVView& kv = *task.kv;
   const int64_t dim = task.shape->head_dim, heads = task.shape->num_kv_heads;
+  const int64_t begin = block->begin, end = block->end;
   const T* k = static_cast<const T*>(kv.k) + task.kv_head * dim;
   const T* v = static_cast<const T*>(kv.v) + task.kv_head * dim;
   const int32_t* locations = task.locations + block->base;
-  const T* rows[kKeyBlock] = {};
-  for (int64_t j = block->begin; j < block->end; ++j) {
+  const T *keys[kKeyBlock], *values[kKeyBlock];
+  for (int64_t j = begin; j < end; ++j) {
     const int64_t location = locations[j];
-    rows[j] = k + location * kv.token_stride;
-    block->values[j] = v + location * kv.token_stride;
+    keys[j] = k + location * kv.token_stride;
+    values[j] = v + location * kv.token_stride;
     if constexpr (kKind == KvKind::kInt8) {
       s.k_scale[j] = kv.k_scale[location * heads + task.kv_head];
       s.v_scale[j] = kv.v_scale[location * heads + task.kv_head];
     }
-    prefetch_row(block->values[j], dim);
   }
-  const int64_t last = (block->end + kVecLanes - 1) / kVecLanes;
-  for (int64_t g = block->begin / kVecLanes; g < last; ++g) {
-    turn_keys<V, kKind>(rows + g * kVecLanes, dim, s, g);
+  // Keys are turned many at a time; where no row looks, any readable key will do.
+  for (int64_t j = 0; j < begin; ++j) keys[j] = keys[begin];
+  for (int64_t j = end; j < kKeyBlock; ++j) keys[j] = keys[begin];
+  auto* turned = reinterpret_cast<Turned*>(s.turned);
+  if constexpr (kKind == KvKind::kInt8) {
+    const Turned* wide[kKeyBlock];
+    auto* loose = reinterpret_cast<Turned*>(s.values);  // free until values are packed
+    for (int64_t j = 0; j < kKeyBlock; ++j) {
+      Turned* row = loose + j * s.pad;
+      for (int64_t d = 0; d < dim; ++d) row[d] = static_cast<Turned>(keys[j][d]);
+      wide[j] = row;
+    }
+    turn_keys<V>(wide, dim, begin, end, turned);
+  } else {
+    turn_keys<V>(keys, dim, begin, end, turned);
   }
-  if (!pack_values) return;
-  for (int64_t j = block->begin; j < block->end; ++j) {
-    widen_row<V, kKind>(block->values[j], dim, s.values + j * s.pad);
-    block->packed[j] = s.values + j * s.pad;
+  for (int64_t j = begin; j < end; ++j) prefetch_row(values[j], dim);
+  if constexpr (!kPacked) {
+    block->keys = turned;
+    for (int64_t j = begin; j < end; ++j) block->values[j] = values[j];
+  } else {
+    if constexpr (kKind == KvKind::kFloat32) {
+      block->keys = turned;
+    } else {
+      block->keys = s.keys;
+      for (int64_t i = 0; i < dim * kKeyBlock; i += kVecLanes) {
+        V::store(s.keys + i, load_turned<V, kKind>(turned + i));
+      }
+    }
+    for (int64_t j = begin; j < end; ++j) {
+      block->values[j] = s.values + j * s.pad;
+      widen_row<V, kKind>(values[j], dim, s.values + j * s.pad);
+    }
   }
 }
 
+// How many vectors of keys or columns R rows go through at once: as registers hold sums for.
+template <class V, int R>
+constexpr int kVecsOf = V::kSums / R >= 4 ? 4 : V::kSums / R >= 2 ? 2 : 1;
+
 // scores[row][key] for R rows and N vectors of keys from vector g on.
-template <class V, KvKind kKind, int R, int N>
-MINISGL_INLINE void score_tile(const Scratch& s, const float* const* q, int64_t dim, int64_t g,
-                               float scale) {
+template <class V, KvKind kKind, class Block, int R, int N>
+MINISGL_INLINE void score_tile(const Scratch& s, const Block& block, const float* q, int64_t dim,
+                               int64_t g) {
   typename V::Vec acc[R][N];
   for (int r = 0; r < R; ++r) {
     for (int n = 0; n < N; ++n) acc[r][n] = V::zero();
   }
-  const float* keys = s.keys + g * kVecLanes;
-  for (int64_t d = 0; d < dim; ++d, keys += kKeyBlock) {
+  const auto* keys = block.keys + g * kVecLanes;
+  const int64_t pad = s.pad;
+  for (int64_t d = 0; d < dim; ++d, ++q, keys += kKeyBlock) {
     typename V::Vec key[N];
-    for (int n = 0; n < N; ++n) key[n] = V::load(keys + n * kVecLanes);
+    for (int n = 0; n < N; ++n) key[n] = load_turned<V, Block::kStored>(keys + n * kVecLanes);
     for (int r = 0; r < R; ++r) {
-      const auto query = V::broadcast(q[r][d]);
+      const auto query = V::broadcast(q[r * pad]);
       for (int n = 0; n < N; ++n) acc[r][n] = V::fma(query, key[n], acc[r][n]);
     }
   }
@@ -160,145 +206,170 @@ MINISGL_INLINE void score_tile(const Scratch& s, const float* const* q, int64_t 
     for (int r = 0; r < R; ++r) {
       auto score = acc[r][n];
       if constexpr (kKind == KvKind::kInt8) score = V::mul(score, V::load(s.k_scale + at));
-      V::store(s.scores + r * kKeyBlock + at, V::mul(score, V::broadcast(scale)));
+      V::store(s.scores + r * kKeyBlock + at, score);
     }
   }
 }
 
-template <class V, KvKind kKind, int R>
-void score_rows(const Scratch& s, const float* const* q, int64_t dim, int64_t begin, int64_t end,
-                float scale) {
-  int64_t g = begin / kVecLanes;
-  const int64_t last = (end + kVecLanes - 1) / kVecLanes;
-  for (; g + V::kVecs <= last; g += V::kVecs) {
-    score_tile<V, kKind, R, V::kVecs>(s, q, dim, g, scale);
+template <class V, KvKind kKind, class Block, int R, int N = kVecsOf<V, R>>
+MINISGL_INLINE void score_rows(const Scratch& s, const Block& block, const float* q, int64_t dim,
+                               int64_t g, int64_t last) {
+  for (; g + N <= last; g += N) score_tile<V, kKind, Block, R, N>(s, block, q, dim, g);
+  if constexpr (N > 1) {
+    if (g < last) score_rows<V, kKind, Block, R, N - 1>(s, block, q, dim, g, last);
   }
-  for (; g < last; ++g) score_tile<V, kKind, R, 1>(s, q, dim, g, scale);
 }
 
-// out[row] += sum over keys [begin, end) of weight[row][key] * value[key], N vectors of columns.
-template <class V, KvKind kKind, int R, int N>
-MINISGL_INLINE void value_tile(const typename Element<kKind>::Type* const* values,
-                               const float* const* weight, int64_t begin, int64_t end,
-                               int64_t column, float* const* out) {
+// out[row] = out[row] * factor[row] + sum over keys [begin, end) of weight[row][key] * value[key],
+// N vectors of columns; weights of a row are kKeyBlock apart, its columns `pad`.
+template <class V, class Block, int R, int N>
+MINISGL_INLINE void value_tile(const Block& block, const float* weight, int64_t begin, int64_t end,
+                               int64_t column, const float* factor, float* out, int64_t pad) {
+  out += column;
   typename V::Vec acc[R][N];
   for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) acc[r][n] = V::load(out[r] + column + n * kVecLanes);
+    const auto scale = V::broadcast(factor[r]);
+    for (int n = 0; n < N; ++n) {
+      acc[r][n] = V::mul(V::load(out + r * pad + n * kVecLanes), scale);
+    }
   }
   for (int64_t j = begin; j < end; ++j) {
     typename V::Vec value[N];
     for (int n = 0; n < N; ++n) {
-      value[n] = load_element<V, kKind>(values[j] + column + n * kVecLanes);
+      value[n] = load_element<V, Block::kStored>(block.values[j] + column + n * kVecLanes);
     }
     for (int r = 0; r < R; ++r) {
-      const auto w = V::broadcast(weight[r][j]);
+      const auto w = V::broadcast(weight[r * kKeyBlock + j]);
       for (int n = 0; n < N; ++n) acc[r][n] = V::fma(w, value[n], acc[r][n]);
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) V::store(out[r] + column + n * kVecLanes, acc[r][n]);
+    for (int n = 0; n < N; ++n) V::store(out + r * pad + n * kVecLanes, acc[r][n]);
   }
 }
 
-template <class V, KvKind kKind, int R>
-void value_rows(const typename Element<kKind>::Type* const* values, const float* const* weight,
-                int64_t begin, int64_t end, int64_t pad, float* const* out) {
-  if (begin >= end) return;
+template <class V, class Block, int R>
+MINISGL_INLINE void value_rows(const Block& block, const float* weight, int64_t begin, int64_t end,
+                               const float* factor, float* out, int64_t pad) {
+  constexpr int kN = kVecsOf<V, R>;
   int64_t column = 0;
-  for (; column + V::kVecs * kVecLanes <= pad; column += V::kVecs * kVecLanes) {
-    value_tile<V, kKind, R, V::kVecs>(values, weight, begin, end, column, out);
+  for (; column + kN * kVecLanes <= pad; column += kN * kVecLanes) {
+    value_tile<V, Block, R, kN>(block, weight, begin, end, column, factor, out, pad);
   }
   for (; column < pad; column += kVecLanes) {
-    value_tile<V, kKind, R, 1>(values, weight, begin, end, column, out);
+    value_tile<V, Block, R, 1>(block, weight, begin, end, column, factor, out, pad);
   }
 }
 
-// Scores of one row become weights; keys outside [begin, end) get none. Updates maximum and sum,
-// and scales what the split has gathered so far.
-template <class V, KvKind kKind>
-MINISGL_INLINE void softmax_row(const Scratch& s, float* scores, int64_t row, int64_t begin,
-                                int64_t end) {
-  constexpr float kNone = -__builtin_inff();
-  for (int64_t j = 0; j < begin; ++j) scores[j] = kNone;
-  for (int64_t j = end; j < kKeyBlock; ++j) scores[j] = kNone;
-  typename V::Vec x[kKeyVecs];
-  for (int g = 0; g < kKeyVecs; ++g) x[g] = V::load(scores + g * kVecLanes);
-  const auto most = V::max(V::max(x[0], x[1]), V::max(x[2], x[3]));
-  const float before = s.split_max[row], now = larger(V::largest(most), before);
-  typename V::Vec sum = V::zero();
-  for (int g = 0; g < kKeyVecs; ++g) {
-    auto weight = exp2_vec<V>(V::sub(x[g], V::broadcast(now)));
-    sum = V::add(sum, weight);
-    if constexpr (kKind == KvKind::kInt8) {
-      weight = V::mul(weight, V::load(s.v_scale + g * kVecLanes));
+// What rows of a group see of a block: keys [begin, end) each, all of them together [low, high).
+template <int R>
+struct Ranges {
+  int64_t begin[R], end[R];
+  int64_t low, high;
+};
+
+// Scores of R rows become weights; keys that a row does not see get none. Updates maximum and sum
+// of the rows; factor[row] is for what they have gathered so far.
+template <class V, KvKind kKind, int R, bool kFull>
+MINISGL_INLINE void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>& range,
+                                 float* factor) {
+  const int64_t g_begin = kFull ? 0 : range.low / kVecLanes;
+  const int64_t g_end = kFull ? kKeyVecs : (range.high + kVecLanes - 1) / kVecLanes;
+  alignas(64) float now[kVecLanes] = {}, shift[kVecLanes] = {}, sums[kVecLanes];
+  for (int r = 0; r < R; ++r) {
+    float* scores = s.scores + r * kKeyBlock;
+    auto top = V::broadcast(kNone);
+    for (int64_t g = g_begin; g < g_end; ++g) {
+      auto x = V::load(scores + g * kVecLanes);
+      if constexpr (!kFull) {
+        const auto key = V::load(kIota + g * kVecLanes), none = V::broadcast(kNone);
+        x = V::where_less(key, V::broadcast(static_cast<float>(range.end[r])), x, none);
+        x = V::where_less(key, V::broadcast(static_cast<float>(range.begin[r])), none, x);
+        V::store(scores + g * kVecLanes, x);
+      }
+      top = V::max(x, top);
     }
-    V::store(scores + g * kVecLanes, weight);
+    now[r] = larger(V::largest(top), s.split.max[first + r]);
+    shift[r] = now[r] == kNone ? 0.0f : now[r];  // no finite score so far: nothing to subtract
   }
-  s.split_max[row] = now;
-  // A factor of 1 is left out: it changes no bit.
-  const float factor = now == before ? 1.0f : exp2_one<V>(before - now);
-  s.split_sum[row] = __builtin_fmaf(s.split_sum[row], factor, V::sum(sum));
-  if (factor == 1.0f) return;
-  float* out = s.split_out + row * s.pad;
-  for (int64_t c = 0; c < s.pad; c += kVecLanes) {
-    V::store(out + c, V::mul(V::load(out + c), V::broadcast(factor)));
+  for (int r = 0; r < R; ++r) {
+    float* scores = s.scores + r * kKeyBlock;
+    const auto down = V::broadcast(shift[r]);
+    auto sum = V::zero();
+    for (int64_t g = g_begin; g < g_end; ++g) {
+      auto weight = exp2_vec<V>(V::sub(V::load(scores + g * kVecLanes), down));
+      sum = V::add(sum, weight);
+      if constexpr (kKind == KvKind::kInt8) {
+        weight = V::mul(weight, V::load(s.v_scale + g * kVecLanes));
+      }
+      V::store(scores + g * kVecLanes, weight);
+    }
+    sums[r] = V::sum(sum);
+  }
+  V::store(factor, exp2_vec<V>(V::sub(V::load(s.split.max + first), V::load(shift))));
+  for (int r = 0; r < R; ++r) {
+    s.split.max[first + r] = now[r];
+    s.split.sum[first + r] = __builtin_fmaf(s.split.sum[first + r], factor[r], sums[r]);
   }
 }
 
 // R rows from row `first` on, through one block.
-template <class V, KvKind kKind, KvKind kValueKind, int R>
-void block_rows(const AttentionTask& task, const Scratch& s, const KeyBlock<kKind>& block,
-                const typename Element<kValueKind>::Type* const* values, int64_t first,
-                float scale) {
-  const int64_t dim = task.shape->head_dim, group = task.group();
-  const float *q[R], *weight[R];
-  float* out[R];
-  int64_t begin[R], end[R];
-  int64_t low = kKeyBlock, high = 0, shared_low = 0, shared_high = kKeyBlock;
-  for (int r = 0; r < R; ++r) {
-    const int64_t row = first + r, position = task.row_position(row);
-    q[r] = task.q + row / group * task.q_stride + row % group * dim;
-    weight[r] = s.scores + r * kKeyBlock;
-    out[r] = s.split_out + row * s.pad;
-    begin[r] = clamp(task.low(position) - block.base, 0, kKeyBlock);
-    end[r] = clamp(position + 1 - block.base, 0, kKeyBlock);
-    low = min64(low, begin[r]);
-    high = max64(high, end[r]);
-    shared_low = max64(shared_low, begin[r]);
-    shared_high = min64(shared_high, end[r]);
-  }
-  if (low >= high) return;
-  score_rows<V, kKind, R>(s, q, dim, low, high, scale);
-  for (int r = 0; r < R; ++r) {
-    if (begin[r] >= end[r]) continue;
-    softmax_row<V, kKind>(s, s.scores + r * kKeyBlock, first + r, begin[r], end[r]);
-  }
-  if (shared_low >= shared_high) {
-    for (int r = 0; r < R; ++r) {
-      value_rows<V, kValueKind, 1>(values, weight + r, begin[r], end[r], s.pad, out + r);
-    }
+template <class V, KvKind kKind, class Block, int R>
+void block_rows(const AttentionTask& task, const Scratch& s, const Block& block, int64_t first) {
+  const int64_t dim = task.shape->head_dim, pad = s.pad;
+  const float* q = s.queries + first * pad;
+  float* out = s.split.out + first * pad;
+  alignas(64) float factor[kVecLanes];
+  Ranges<R> range;
+  if (block.full) {
+    score_rows<V, kKind, Block, R>(s, block, q, dim, 0, kKeyVecs);
+    softmax_rows<V, kKind, R, true>(s, first, range, factor);
+    value_rows<V, Block, R>(block, s.scores, 0, kKeyBlock, factor, out, pad);
     return;
   }
+  range.low = kKeyBlock;
+  range.high = 0;
+  int64_t shared_begin = 0, shared_end = kKeyBlock;  // what all rows see
   for (int r = 0; r < R; ++r) {
-    value_rows<V, kValueKind, 1>(values, weight + r, begin[r], shared_low, s.pad, out + r);
+    const int64_t position = s.position[first + r];
+    range.begin[r] = clamp(task.low(position) - block.base, 0, kKeyBlock);
+    range.end[r] = clamp(position + 1 - block.base, 0, kKeyBlock);
+    range.low = min64(range.low, range.begin[r]);
+    range.high = max64(range.high, range.end[r]);
+    shared_begin = max64(shared_begin, range.begin[r]);
+    shared_end = min64(shared_end, range.end[r]);
   }
-  value_rows<V, kValueKind, R>(values, weight, shared_low, shared_high, s.pad, out);
+  if (range.low >= range.high) return;
+  shared_end = max64(shared_begin, shared_end);
+  score_rows<V, kKind, Block, R>(s, block, q, dim, range.low / kVecLanes,
+                                 (range.high + kVecLanes - 1) / kVecLanes);
+  softmax_rows<V, kKind, R, false>(s, first, range, factor);
+  // Each key in turn for each row: those before what all see, those that all see, those after.
   for (int r = 0; r < R; ++r) {
-    value_rows<V, kValueKind, 1>(values, weight + r, shared_high, end[r], s.pad, out + r);
+    const int64_t end = min64(shared_begin, range.end[r]);
+    if (range.begin[r] >= end) continue;
+    value_rows<V, Block, 1>(block, s.scores + r * kKeyBlock, range.begin[r], end, factor + r,
+                            out + r * pad, pad);
+    factor[r] = 1.0f;
+  }
+  value_rows<V, Block, R>(block, s.scores, shared_begin, shared_end, factor, out, pad);
+  const float one = 1.0f;
+  for (int r = 0; r < R; ++r) {
+    const int64_t begin = max64(shared_end, range.begin[r]);
+    if (begin >= range.end[r]) continue;
+    value_rows<V, Block, 1>(block, s.scores + r * kKeyBlock, begin, range.end[r], &one,
+                            out + r * pad, pad);
   }
 }
 
 // All rows of the tile, in groups of V::kRows and a smaller last one.
-template <class V, KvKind kKind, KvKind kValueKind, int R = V::kRows>
-void block_all_rows(const AttentionTask& task, const Scratch& s, const KeyBlock<kKind>& block,
-                    const typename Element<kValueKind>::Type* const* values, int64_t first,
-                    float scale) {
+template <class V, KvKind kKind, class Block, int R = V::kRows>
+void block_all_rows(const AttentionTask& task, const Scratch& s, const Block& block,
+                    int64_t first) {
   const int64_t rows = task.num_rows();
-  for (; first + R <= rows; first += R) {
-    block_rows<V, kKind, kValueKind, R>(task, s, block, values, first, scale);
-  }
+  for (; first + R <= rows; first += R) block_rows<V, kKind, Block, R>(task, s, block, first);
   if constexpr (R > 1) {
-    block_all_rows<V, kKind, kValueKind, R - 1>(task, s, block, values, first, scale);
+    if (first < rows) block_all_rows<V, kKind, Block, R - 1>(task, s, block, first);
   }
 }
 

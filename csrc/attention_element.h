@@ -9,17 +9,21 @@
 namespace minisgl {
 namespace {
 
+// Turned: what keys are while they lie on their side; codes have been widened to 16 bits.
 template <KvKind kKind>
 struct Element {
   using Type = uint16_t;
+  using Turned = uint16_t;
 };
 template <>
 struct Element<KvKind::kFloat32> {
   using Type = float;
+  using Turned = float;
 };
 template <>
 struct Element<KvKind::kInt8> {
   using Type = int8_t;
+  using Turned = uint16_t;
 };
 
 inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -33,6 +37,15 @@ MINISGL_INLINE typename V::Vec load_element(const typename Element<kKind>::Type*
   if constexpr (kKind == KvKind::kBfloat16) return V::load_bfloat16(p);
   if constexpr (kKind == KvKind::kFloat16) return V::load_float16(p);
   if constexpr (kKind == KvKind::kInt8) return V::load_int8(p);
+}
+
+// 16 keys of one column of a turned block as floats.
+template <class V, KvKind kKind>
+MINISGL_INLINE typename V::Vec load_turned(const typename Element<kKind>::Turned* p) {
+  if constexpr (kKind == KvKind::kFloat32) return V::load(p);
+  if constexpr (kKind == KvKind::kBfloat16) return V::load_bfloat16(p);
+  if constexpr (kKind == KvKind::kFloat16) return V::load_float16(p);
+  if constexpr (kKind == KvKind::kInt8) return V::load_int16(p);
 }
 
 // A row of any length as floats, padded by zeros to whole vectors.

@@ -19,15 +19,17 @@ MINISGL_INLINE int64_t padded_dim(int64_t dim) {
   return (dim + kVecLanes - 1) / kVecLanes * kVecLanes;
 }
 
-// Elements of a task's working memory: keys turned on their side, values, 16 loose keys,
-// scores, and output and state of the current split and of all splits so far, for each row.
+// Elements of a task's working memory: keys on their side as stored and as floats, values, scores,
+// and for each row query, output and state of the current split and of all splits so far.
 MINISGL_INLINE int64_t scratch_floats(int64_t dim, int64_t rows) {
-  return padded_dim(dim) * (2 * kKeyBlock + kVecLanes + 2 * rows) +
-         kKeyBlock * (kMaxRows + 2) + 4 * rows + 64;
+  return padded_dim(dim) * (3 * kKeyBlock + 3 * rows) + kKeyBlock * (kMaxRows + 2) +
+         5 * (rows + 2 * kVecLanes);
 }
 
-// A split's unmerged result for one row: padded_dim floats, then maximum and sum.
-MINISGL_INLINE int64_t partial_floats(int64_t dim) { return padded_dim(dim) + kVecLanes; }
+// A split's unmerged result: padded_dim floats a row, then their maxima, then their sums.
+MINISGL_INLINE int64_t partial_floats(int64_t dim, int64_t rows) {
+  return padded_dim(dim) * rows + 2 * padded_dim(rows);
+}
 
 // A tile of consecutive query tokens of one request, times the query heads of one KV head, over a
 // range of splits. Row r of the tile is query r / group, head r % group.
@@ -43,9 +45,12 @@ struct AttentionTask {
   float* out;
   int64_t out_stride;
   int64_t first_split, end_split;
-  float* partials;  // [split - partial_split][row][partial_floats]; null: finish the rows here
+  float* partials;  // [split - partial_split][partial_floats]; null: finish the rows here
   int64_t partial_split;
   float* scratch;  // scratch_floats(), 64-byte aligned
+  // The keys that this thread is likely to read next: fetched while the last block is computed.
+  const int32_t* next_locations;
+  int64_t next_keys, next_kv_head;
 
   MINISGL_INLINE int64_t group() const { return shape->num_q_heads / shape->num_kv_heads; }
   MINISGL_INLINE int64_t num_rows() const { return num_queries * group(); }

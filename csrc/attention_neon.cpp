@@ -8,7 +8,8 @@ namespace minisgl {
 namespace {
 
 struct Neon {
-  static constexpr int kRows = 6, kVecs = 1;  // 24 sums in registers
+  static constexpr int kRows = 6, kSums = 6;  // 24 sums in registers
+  static constexpr int64_t kTurned = 16;  // bytes of keys, one column, turned at once
   struct Vec {
     float32x4_t part[4];
   };
@@ -63,21 +64,25 @@ struct Neon {
              vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
              vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
   }
+  static MINISGL_INLINE Vec load_int16(const uint16_t* p) {
+    return each([=](int i) {
+      return vcvtq_f32_s32(vmovl_s16(vreinterpret_s16_u16(vld1_u16(p + 4 * i))));
+    });
+  }
   static MINISGL_INLINE void store_float16(uint16_t* p, Vec a) {
     for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.part[i])));
   }
 
-  // 2^n where the low bits of `shifted` hold n + 2^22.
+  // 2^n where the low bits of `shifted` hold n + 127.
   static MINISGL_INLINE Vec power_of_two(Vec shifted) {
     return each([=](int i) {
-      const int32x4_t n = vaddq_s32(vreinterpretq_s32_f32(shifted.part[i]), vdupq_n_s32(127));
-      return vreinterpretq_f32_s32(vshlq_n_s32(n, 23));
+      return vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(shifted.part[i]), 23));
     });
   }
-  static MINISGL_INLINE Vec zero_where_less(Vec x, Vec bound, Vec a) {
+  // a where x < bound, b elsewhere.
+  static MINISGL_INLINE Vec where_less(Vec x, Vec bound, Vec a, Vec b) {
     return each([=](int i) {
-      const uint32x4_t less = vcltq_f32(x.part[i], bound.part[i]);
-      return vbslq_f32(less, vdupq_n_f32(0), a.part[i]);
+      return vbslq_f32(vcltq_f32(x.part[i], bound.part[i]), a.part[i], b.part[i]);
     });
   }
 
@@ -99,18 +104,33 @@ struct Neon {
     return even > odd ? even : odd;
   }
 
-  // Four columns of 16 rows: out[i * out_stride + r] = rows[r * stride + i].
-  static MINISGL_INLINE void transpose4(const float* rows, int64_t stride, float* out,
-                                        int64_t out_stride) {
-    for (int g = 0; g < 4; ++g, rows += 4 * stride, out += 4) {
-      const float32x4x2_t ab = vtrnq_f32(vld1q_f32(rows), vld1q_f32(rows + stride));
-      const float32x4x2_t ce =
-          vtrnq_f32(vld1q_f32(rows + 2 * stride), vld1q_f32(rows + 3 * stride));
+  // Eight columns of 8 rows: out[i * 64 + r] = rows[r][column + i].
+  static MINISGL_INLINE void turn(const uint16_t* const* rows, int64_t column, uint16_t* out) {
+    uint16x8_t z[8], y[8];
+    for (int r = 0; r < 8; ++r) z[r] = vld1q_u16(rows[r] + column);
+    for (int r = 0; r < 4; ++r) {
+      y[r] = vzip1q_u16(z[r], z[r + 4]);
+      y[r + 4] = vzip2q_u16(z[r], z[r + 4]);
+    }
+    for (int r = 0; r < 8; r += 4) {
       for (int i = 0; i < 2; ++i) {
-        const float32x4_t x = ab.val[i], y = ce.val[i];
-        vst1q_f32(out + i * out_stride, vcombine_f32(vget_low_f32(x), vget_low_f32(y)));
-        vst1q_f32(out + (i + 2) * out_stride, vcombine_f32(vget_high_f32(x), vget_high_f32(y)));
+        z[r + i] = vzip1q_u16(y[r + i], y[r + i + 2]);
+        z[r + i + 2] = vzip2q_u16(y[r + i], y[r + i + 2]);
       }
+    }
+    for (int r = 0; r < 8; r += 2) {
+      vst1q_u16(out + r * kKeyBlock, vzip1q_u16(z[r], z[r + 1]));
+      vst1q_u16(out + (r + 1) * kKeyBlock, vzip2q_u16(z[r], z[r + 1]));
+    }
+  }
+  // Four columns of 4 rows.
+  static MINISGL_INLINE void turn(const float* const* rows, int64_t column, float* out) {
+    const float32x4x2_t ab = vtrnq_f32(vld1q_f32(rows[0] + column), vld1q_f32(rows[1] + column));
+    const float32x4x2_t ce = vtrnq_f32(vld1q_f32(rows[2] + column), vld1q_f32(rows[3] + column));
+    for (int i = 0; i < 2; ++i) {
+      const float32x4_t x = ab.val[i], y = ce.val[i];
+      vst1q_f32(out + i * kKeyBlock, vcombine_f32(vget_low_f32(x), vget_low_f32(y)));
+      vst1q_f32(out + (i + 2) * kKeyBlock, vcombine_f32(vget_high_f32(x), vget_high_f32(y)));
     }
   }
 };

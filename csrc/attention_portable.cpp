@@ -7,7 +7,8 @@ namespace minisgl {
 namespace {
 
 struct Portable {
-  static constexpr int kRows = 2, kVecs = 1;
+  static constexpr int kRows = 2, kSums = 2;
+  static constexpr int64_t kTurned = 16;  // bytes of keys, one column, turned at once
   struct Vec {
     float lane[kVecLanes];
   };
@@ -59,21 +60,25 @@ struct Portable {
   static Vec load_int8(const int8_t* p) {
     return each([&](int i) { return static_cast<float>(p[i]); });
   }
+  static Vec load_int16(const uint16_t* p) {
+    return each([&](int i) { return static_cast<float>(static_cast<int16_t>(p[i])); });
+  }
   static void store_float16(uint16_t* p, const Vec& a) {
     for (int i = 0; i < kVecLanes; ++i) p[i] = float_to_half(a.lane[i]);
   }
 
-  // 2^n where the low bits of `shifted` hold n + 2^22.
+  // 2^n where the low bits of `shifted` hold n + 127.
   static Vec power_of_two(const Vec& shifted) {
     return each([&](int i) {
-      const uint32_t bits = (float_bits(shifted.lane[i]) + 127u) << 23;
+      const uint32_t bits = float_bits(shifted.lane[i]) << 23;
       float x;
       std::memcpy(&x, &bits, 4);
       return x;
     });
   }
-  static Vec zero_where_less(const Vec& x, const Vec& bound, const Vec& a) {
-    return each([&](int i) { return x.lane[i] < bound.lane[i] ? 0.0f : a.lane[i]; });
+  // a where x < bound, b elsewhere.
+  static Vec where_less(const Vec& x, const Vec& bound, const Vec& a, const Vec& b) {
+    return each([&](int i) { return x.lane[i] < bound.lane[i] ? a.lane[i] : b.lane[i]; });
   }
 
   // Lane i with i + 8, then i + 4, i + 2, i + 1.
@@ -92,10 +97,12 @@ struct Portable {
     return a.lane[0];
   }
 
-  // Four columns of 16 rows: out[i * out_stride + r] = rows[r * stride + i].
-  static void transpose4(const float* rows, int64_t stride, float* out, int64_t out_stride) {
-    for (int r = 0; r < kVecLanes; ++r) {
-      for (int i = 0; i < 4; ++i) out[i * out_stride + r] = rows[r * stride + i];
+  // 16 bytes of as many rows as columns: out[i * 64 + r] = rows[r][column + i].
+  template <class T>
+  static void turn(const T* const* rows, int64_t column, T* out) {
+    constexpr int kCount = 16 / sizeof(T);
+    for (int r = 0; r < kCount; ++r) {
+      for (int i = 0; i < kCount; ++i) out[i * kKeyBlock + r] = rows[r][column + i];
     }
   }
 };

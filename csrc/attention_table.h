@@ -17,7 +17,7 @@ void fill_kind(AttentionKernels* kernels) {
 
 template <class V>
 float probe_fma(int64_t steps) {
-  constexpr int kCount = V::kRows * V::kVecs;  // as many as the micro-kernels keep
+  constexpr int kCount = V::kSums;  // as many as the micro-kernels keep
   typename V::Vec sum[kCount];
 #pragma GCC unroll 32
   for (int i = 0; i < kCount; ++i) sum[i] = V::broadcast(static_cast<float>(steps + i));
@@ -41,7 +41,7 @@ const AttentionKernels& attention_table() {
     fill_kind<V, KvKind::kInt8>(&k);
     k.merge = merge_partials<V>;
     k.probe = probe_fma<V>;
-    k.probe_floats = V::kRows * V::kVecs * kVecLanes;
+    k.probe_floats = V::kSums * kVecLanes;
     return k;
   }();
   return kernels;

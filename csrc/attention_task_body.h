@@ -1,6 +1,8 @@
 // A task from its first split to its last: the loop over blocks, and the merging of splits.
 #pragma once
 
+#include <utility>
+
 #include "attention_body.h"
 
 namespace minisgl {
@@ -9,47 +11,72 @@ namespace {
 constexpr float kLog2E = 1.44269504088896340736f;
 constexpr int64_t kRowsWorthPacking = 8;  // below, widened values would be read too few times
 
-// What a row has gathered: columns [0, pad) of `out`, its maximum and its sum.
-struct RowState {
-  float* out;
-  float* max;
-  float* sum;
-};
-
-template <class V>
-MINISGL_INLINE void merge_row(const RowState& total, const float* out, float max, float sum,
-                              int64_t pad) {
-  const float now = larger(max, *total.max);
-  const float keep = exp2_one<V>(*total.max - now), add = exp2_one<V>(max - now);
-  *total.max = now;
-  *total.sum = __builtin_fmaf(sum, add, *total.sum * keep);
-  const auto keep_vec = V::broadcast(keep), add_vec = V::broadcast(add);
-  for (int64_t c = 0; c < pad; c += kVecLanes) {
-    const auto kept = V::mul(V::load(total.out + c), keep_vec);
-    V::store(total.out + c, V::fma(V::load(out + c), add_vec, kept));
+inline void clear_rows(const RowState& state, int64_t rows, int64_t pad) {
+  std::memset(state.out, 0, static_cast<size_t>(rows * pad) * sizeof(float));
+  for (int64_t r = 0; r < rows; ++r) {
+    state.max[r] = kNone;
+    state.sum[r] = 0.0f;
   }
 }
 
-inline void clear_rows(float* out, float* max, float* sum, int64_t rows, int64_t pad) {
-  std::memset(out, 0, static_cast<size_t>(rows * pad) * sizeof(float));
-  for (int64_t r = 0; r < rows; ++r) {
-    max[r] = -__builtin_inff();
-    sum[r] = 0.0f;
-  }
+// Where the unmerged result of a split lies; space for whole vectors of maxima and sums.
+inline RowState partial_state(const AttentionTask& task, const Scratch& s, int64_t split) {
+  const int64_t rows = task.num_rows();
+  float* out = task.partials + (split - task.partial_split) * partial_floats(s.pad, rows);
+  float* max = out + rows * s.pad;
+  return {out, max, max + padded_dim(rows)};
 }
 
 // Whether a row sees a key of the split: rows that do not must not merge it.
-inline bool row_in_split(const AttentionTask& task, int64_t row, int64_t split) {
-  const int64_t position = task.row_position(row), base = split * kKeySplit;
+inline bool row_in_split(const AttentionTask& task, int64_t position, int64_t split) {
+  const int64_t base = split * kKeySplit;
   return position >= base && task.low(position) < base + kKeySplit;
+}
+
+// Adds what up to 16 rows, from row `first` on, have gathered in a split to their totals.
+template <class V>
+void merge_rows(const AttentionTask& task, const Scratch& s, const RowState& part, int64_t split,
+                int64_t first) {
+  const int64_t count = min64(kVecLanes, task.num_rows() - first);
+  alignas(64) float keep[kVecLanes], add[kVecLanes], now[kVecLanes];
+  const auto before = V::load(s.total.max + first), max = V::load(part.max + first);
+  const auto most = V::max(max, before);
+  V::store(now, most);
+  V::store(keep, exp2_vec<V>(V::sub(before, most)));
+  V::store(add, exp2_vec<V>(V::sub(max, most)));
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = first + i;
+    if (!row_in_split(task, s.position[row], split)) continue;
+    const float* out = part.out + row * s.pad;
+    float* total = s.total.out + row * s.pad;
+    if (s.total.max[row] == kNone) {
+      std::memcpy(total, out, static_cast<size_t>(s.pad) * sizeof(float));
+      s.total.sum[row] = part.sum[row];
+    } else {
+      const auto keep_vec = V::broadcast(keep[i]), add_vec = V::broadcast(add[i]);
+      for (int64_t c = 0; c < s.pad; c += kVecLanes) {
+        const auto kept = V::mul(V::load(total + c), keep_vec);
+        V::store(total + c, V::fma(V::load(out + c), add_vec, kept));
+      }
+      s.total.sum[row] = __builtin_fmaf(part.sum[row], add[i], s.total.sum[row] * keep[i]);
+    }
+    s.total.max[row] = now[i];
+  }
+}
+
+template <class V>
+void merge_split(const AttentionTask& task, const Scratch& s, const RowState& part, int64_t split) {
+  for (int64_t first = 0; first < task.num_rows(); first += kVecLanes) {
+    merge_rows<V>(task, s, part, split, first);
+  }
 }
 
 template <class V>
 void write_rows(const AttentionTask& task, const Scratch& s) {
   const int64_t dim = task.shape->head_dim, group = task.group();
   for (int64_t row = 0; row < task.num_rows(); ++row) {
-    float* total = s.total_out + row * s.pad;
-    const auto inverse = V::broadcast(1.0f / s.total_sum[row]);
+    float* total = s.total.out + row * s.pad;
+    const auto inverse = V::broadcast(1.0f / s.total.sum[row]);
     float* out = task.out + row / group * task.out_stride + row % group * dim;
     int64_t c = 0;
     for (; c + kVecLanes <= dim; c += kVecLanes) {
@@ -61,62 +88,81 @@ void write_rows(const AttentionTask& task, const Scratch& s) {
   }
 }
 
-template <class V, KvKind kKind>
+inline void load_positions(const AttentionTask& task, const Scratch& s) {
+  for (int64_t i = 0, row = 0; i < task.num_queries; ++i) {
+    for (int64_t h = 0; h < task.group(); ++h) {
+      s.position[row++] = static_cast<int32_t>(task.first_position + i);
+    }
+  }
+}
+
+// Queries times the scale, side by side.
+template <class V>
+void load_queries(const AttentionTask& task, const Scratch& s) {
+  const int64_t dim = task.shape->head_dim, group = task.group();
+  const auto scale = V::broadcast(task.shape->scale * kLog2E);
+  for (int64_t i = 0, row = 0; i < task.num_queries; ++i) {
+    for (int64_t h = 0; h < group; ++h, ++row) {
+      float* out = s.queries + row * s.pad;
+      widen_row<V, KvKind::kFloat32>(task.q + i * task.q_stride + h * dim, dim, out);
+      for (int64_t d = 0; d < dim; d += kVecLanes) {
+        V::store(out + d, V::mul(V::load(out + d), scale));
+      }
+    }
+  }
+}
+
+template <class V, KvKind kKind, bool kPacked>
 void run_split(const AttentionTask& task, const Scratch& s, int64_t split) {
-  using T = typename Element<kKind>::Type;
-  const int64_t dim = task.shape->head_dim;
+  const int64_t last = task.first_position + task.num_queries - 1;
   const int64_t low = max64(task.low(task.first_position), split * kKeySplit);
-  const int64_t high = min64(task.first_position + task.num_queries, (split + 1) * kKeySplit);
-  const float scale = task.shape->scale * kLog2E;
-  // Values can be read where they lie only if their rows are whole vectors.
-  const bool whole = dim % kVecLanes == 0;
-  const bool pack =
-      !whole || (kKind != KvKind::kFloat32 && task.num_rows() > kRowsWorthPacking);
-  clear_rows(s.split_out, s.split_max, s.split_sum, task.num_rows(), s.pad);
-  KeyBlock<kKind> block;
+  const int64_t high = min64(last + 1, (split + 1) * kKeySplit);
+  clear_rows(s.split, task.num_rows(), s.pad);
+  KeyBlock<kKind, kPacked> block;
   for (int64_t at = low / kKeyBlock * kKeyBlock; at < high; at += kKeyBlock) {
     block.base = at;
     block.begin = max64(low - at, 0);
     block.end = min64(high - at, kKeyBlock);
-    load_block<V, kKind>(task, s, pack, &block);
-    if (high > at + kKeyBlock) {
-      const T* k = static_cast<const T*>(task.kv->k) + task.kv_head * dim;
-      const int64_t next = min64(high - at, 2 * kKeyBlock);
-      for (int64_t j = kKeyBlock; j < next; ++j) {
-        prefetch_row(k + task.locations[at + j] * task.kv->token_stride, dim);
-      }
-    }
-    if (pack) {
-      block_all_rows<V, kKind, KvKind::kFloat32>(task, s, block, block.packed, 0, scale);
+    block.full = at + kKeyBlock <= task.first_position + 1 && task.low(last) <= at;
+    load_block<V>(task, s, &block);
+    const int64_t after = min64(last + 1, task.end_split * kKeySplit) - at - kKeyBlock;
+    if (after > 0) {
+      prefetch_keys<kKind>(task, task.kv_head, task.locations + at + kKeyBlock,
+                           min64(after, kKeyBlock));
     } else {
-      block_all_rows<V, kKind, kKind>(task, s, block, block.values, 0, scale);
+      prefetch_keys<kKind>(task, task.next_kv_head, task.next_locations, task.next_keys);
     }
+    block_all_rows<V, kKind>(task, s, block, 0);
   }
 }
 
 template <class V, KvKind kKind>
 void run_attention(const AttentionTask& task) {
-  const Scratch s(task);
-  const int64_t rows = task.num_rows();
-  if (task.partials == nullptr) clear_rows(s.total_out, s.total_max, s.total_sum, rows, s.pad);
+  Scratch s(task);
+  const int64_t rows = task.num_rows(), dim = task.shape->head_dim;
+  // Values can be read where they lie only if their rows are whole vectors.
+  const bool pack = dim % kVecLanes != 0 ||
+                    (kKind != KvKind::kFloat32 && rows > kRowsWorthPacking);
+  load_queries<V>(task, s);
+  load_positions(task, s);
   for (int64_t split = task.first_split; split < task.end_split; ++split) {
-    run_split<V, kKind>(task, s, split);
-    const int64_t size = partial_floats(task.shape->head_dim);
-    float* partial = nullptr;
-    if (task.partials != nullptr) {
-      partial = task.partials + (split - task.partial_split) * rows * size;
+    // The first one may gather in the totals: there is nothing to add it to.
+    const bool direct = task.partials == nullptr && split == task.first_split;
+    if (direct) std::swap(s.split, s.total);
+    if (pack) {
+      run_split<V, kKind, true>(task, s, split);
+    } else {
+      run_split<V, kKind, false>(task, s, split);
     }
-    for (int64_t row = 0; row < rows; ++row) {
-      const float* out = s.split_out + row * s.pad;
-      if (partial != nullptr) {
-        float* slot = partial + row * size;
-        std::memcpy(slot, out, static_cast<size_t>(s.pad) * sizeof(float));
-        slot[s.pad] = s.split_max[row];
-        slot[s.pad + 1] = s.split_sum[row];
-      } else if (row_in_split(task, row, split)) {
-        const RowState total{s.total_out + row * s.pad, s.total_max + row, s.total_sum + row};
-        merge_row<V>(total, out, s.split_max[row], s.split_sum[row], s.pad);
-      }
+    if (direct) {
+      std::swap(s.split, s.total);
+    } else if (task.partials == nullptr) {
+      merge_split<V>(task, s, s.split, split);
+    } else {
+      const RowState part = partial_state(task, s, split);
+      std::memcpy(part.out, s.split.out, static_cast<size_t>(rows * s.pad) * sizeof(float));
+      std::memcpy(part.max, s.split.max, static_cast<size_t>(rows) * sizeof(float));
+      std::memcpy(part.sum, s.split.sum, static_cast<size_t>(rows) * sizeof(float));
     }
   }
   if (task.partials == nullptr) write_rows<V>(task, s);
@@ -125,16 +171,10 @@ void run_attention(const AttentionTask& task) {
 template <class V>
 void merge_partials(const AttentionTask& task) {
   const Scratch s(task);
-  const int64_t rows = task.num_rows(), size = partial_floats(task.shape->head_dim);
-  clear_rows(s.total_out, s.total_max, s.total_sum, rows, s.pad);
+  load_positions(task, s);
+  clear_rows(s.total, task.num_rows(), s.pad);
   for (int64_t split = task.first_split; split < task.end_split; ++split) {
-    const float* partial = task.partials + (split - task.partial_split) * rows * size;
-    for (int64_t row = 0; row < rows; ++row) {
-      if (!row_in_split(task, row, split)) continue;
-      const float* slot = partial + row * size;
-      const RowState total{s.total_out + row * s.pad, s.total_max + row, s.total_sum + row};
-      merge_row<V>(total, slot, slot[s.pad], slot[s.pad + 1], s.pad);
-    }
+    merge_split<V>(task, s, partial_state(task, s, split), split);
   }
   write_rows<V>(task, s);
 }
