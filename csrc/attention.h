@@ -6,7 +6,7 @@
 //
 // One (query, head) gives the same bits alone and among others, whatever the chunks of the prompt,
 // the page size, the number of threads or the instruction set:
-//   a score is one chain of fused multiply-adds over the columns, from 0;
+//   a score is one chain of fused multiply-adds over the columns, from 0, of the query times scale;
 //   blocks of 64 keys and splits of 256 lie at absolute positions, counted from position 0;
 //   inside a split blocks follow each other (online softmax), and the output is a chain over keys;
 //   the splits are merged in order, whether one thread or many computed them.

@@ -212,8 +212,8 @@ MINISGL_INLINE void score_tile(const Scratch& s, const Block& block, const float
 }
 
 template <class V, KvKind kKind, class Block, int R, int N = kVecsOf<V, R>>
-MINISGL_INLINE void score_rows(const Scratch& s, const Block& block, const float* q, int64_t dim,
-                               int64_t g, int64_t last) {
+void score_rows(const Scratch& s, const Block& block, const float* q, int64_t dim, int64_t g,
+                int64_t last) {
   for (; g + N <= last; g += N) score_tile<V, kKind, Block, R, N>(s, block, q, dim, g);
   if constexpr (N > 1) {
     if (g < last) score_rows<V, kKind, Block, R, N - 1>(s, block, q, dim, g, last);
@@ -249,8 +249,8 @@ MINISGL_INLINE void value_tile(const Block& block, const float* weight, int64_t 
 }
 
 template <class V, class Block, int R>
-MINISGL_INLINE void value_rows(const Block& block, const float* weight, int64_t begin, int64_t end,
-                               const float* factor, float* out, int64_t pad) {
+void value_rows(const Block& block, const float* weight, int64_t begin, int64_t end,
+                const float* factor, float* out, int64_t pad) {
   constexpr int kN = kVecsOf<V, R>;
   int64_t column = 0;
   for (; column + kN * kVecLanes <= pad; column += kN * kVecLanes) {
@@ -271,8 +271,7 @@ struct Ranges {
 // Scores of R rows become weights; keys that a row does not see get none. Updates maximum and sum
 // of the rows; factor[row] is for what they have gathered so far.
 template <class V, KvKind kKind, int R, bool kFull>
-MINISGL_INLINE void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>& range,
-                                 float* factor) {
+void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>& range, float* factor) {
   const int64_t g_begin = kFull ? 0 : range.low / kVecLanes;
   const int64_t g_end = kFull ? kKeyVecs : (range.high + kVecLanes - 1) / kVecLanes;
   alignas(64) float now[kVecLanes] = {}, shift[kVecLanes] = {}, sums[kVecLanes];
