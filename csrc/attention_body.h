@@ -186,7 +186,7 @@ constexpr int kVecsOf = V::kSums / R >= 4 ? 4 : V::kSums / R >= 2 ? 2 : 1;
 // scores[row][key] for R rows and N vectors of keys from vector g on.
 template <class V, KvKind kKind, class Block, int R, int N>
 MINISGL_INLINE void score_tile(const Scratch& s, const Block& block, const float* q, int64_t dim,
-                               int64_t g) {
+                               int g) {
   typename V::Vec acc[R][N];
   for (int r = 0; r < R; ++r) {
     for (int n = 0; n < N; ++n) acc[r][n] = V::zero();
@@ -212,8 +212,8 @@ MINISGL_INLINE void score_tile(const Scratch& s, const Block& block, const float
 }
 
 template <class V, KvKind kKind, class Block, int R, int N = kVecsOf<V, R>>
-void score_rows(const Scratch& s, const Block& block, const float* q, int64_t dim, int64_t g,
-                int64_t last) {
+void score_rows(const Scratch& s, const Block& block, const float* q, int64_t dim, int g,
+                int last) {
   for (; g + N <= last; g += N) score_tile<V, kKind, Block, R, N>(s, block, q, dim, g);
   if constexpr (N > 1) {
     if (g < last) score_rows<V, kKind, Block, R, N - 1>(s, block, q, dim, g, last);
@@ -340,8 +340,9 @@ void block_rows(const AttentionTask& task, const Scratch& s, const Block& block,
   }
   if (range.low >= range.high) return;
   shared_end = max64(shared_begin, shared_end);
-  score_rows<V, kKind, Block, R>(s, block, q, dim, range.low / kVecLanes,
-                                 (range.high + kVecLanes - 1) / kVecLanes);
+  const int first_vec = static_cast<int>(range.low / kVecLanes);
+  const int last_vec = static_cast<int>((range.high + kVecLanes - 1) / kVecLanes);
+  score_rows<V, kKind, Block, R>(s, block, q, dim, first_vec, last_vec);
   softmax_rows<V, kKind, R, false>(s, first, range, factor);
   // Each key in turn for each row: those before what all see, those that all see, those after.
   for (int r = 0; r < R; ++r) {

@@ -113,6 +113,9 @@ class Eager:
     def gate_mul(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         return native_ops.gate_and_mul(x, activation)
 
+    def gated_mlp(self, x: torch.Tensor, gate_up: list[Any], activation: str, down: Any) -> None:
+        return None  # in three steps
+
     def linear(self, x: torch.Tensor, parts: list[Any], bias: Any = None) -> torch.Tensor:
         out = [
             native.matmul_float(part, x)
