@@ -109,7 +109,7 @@ void matmul_packed(const Activations& x, const PackedJob* jobs, int num_jobs) {
 void matmul_gated(const Activations& x, const PackedView& gate, const PackedView& up,
                   GateFn combine, Activations* out) {
   constexpr int64_t kPanels = kGroup / kPanelRows;  // that make one group of the output
-  constexpr int64_t kFloats = 8192;                 // of gate, and of up, at once
+  constexpr int64_t kFloats = 2048;                 // of gate, and of up, at once
   const int64_t groups = gate.rows / kGroup;
   const int64_t group_bytes = kPanels * (gate.panel_bytes() + up.panel_bytes());
   const int64_t per_task = max64(1, task_bytes(groups * group_bytes, x) / group_bytes);

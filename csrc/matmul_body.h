@@ -195,6 +195,11 @@ template <class V, class T, int P, int U>
 void run_many(const PanelTask& task, int64_t first) {
   const Units<V, P> units(task, first);
   const int64_t tokens = task.x.stride;
+  // The rows of the output come from far away: ask for them before they are written all at once.
+  for (int64_t t = 0; t < tokens; ++t) {
+    const float* out = task.out + t * task.out_stride;
+    for (int p = 0; p < P; p += kLine / (4 * V::kLanes)) __builtin_prefetch(out + units.row[p], 1);
+  }
   alignas(64) float sums[kTileTokens * P * V::kLanes];
   for (int64_t i = 0; i < tokens * P; ++i) V::store(sums + i * V::kLanes, V::zero_float());
   int64_t offset = 0;
