@@ -1,15 +1,14 @@
 // Packed weights, quantised activations and their products.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <sys/mman.h>
 
-#include <cstdlib>
-#include <new>
+#include <memory>
 #include <stdexcept>
 #include <tuple>
 #include <vector>
 
 #include "activations.h"
+#include "arena.h"
 #include "bindings.h"
 #include "matmul.h"
 #include "pack.h"
@@ -23,25 +22,16 @@ constexpr int64_t kMaxDim = int64_t{1} << 31;  // products of two stay below 2^6
 
 [[noreturn]] void fail(const char* what) { throw std::invalid_argument(what); }
 
-// Owns the memory of a packed weight. Large ones ask for huge pages, as many as they fill: fewer
-// address translations while a product streams through them.
+// Owns the memory of a packed weight.
 class PackedMatrix {
  public:
   PackedMatrix(int format, int64_t rows, int64_t columns) {
     if (format < 0 || format >= kNumFormats) fail("no such format");
     if (rows < 1 || columns < 1 || rows >= kMaxDim || columns >= kMaxDim) fail("bad shape");
     view_ = {static_cast<Format>(format), rows, columns, nullptr};
-    constexpr int64_t kHuge = 2 << 20;
-    const int64_t align = view_.bytes() >= kHuge ? kHuge : 64;
-    const int64_t size = (view_.bytes() + align - 1) / align * align;
-    view_.data = static_cast<uint8_t*>(std::aligned_alloc(align, static_cast<size_t>(size)));
-    if (view_.data == nullptr) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-    const int64_t filled = view_.bytes() / kHuge * kHuge;
-    if (filled > 0) madvise(view_.data, static_cast<size_t>(filled), MADV_HUGEPAGE);
-#endif
+    memory_ = weight_memory(view_.bytes());
+    view_.data = memory_.get();
   }
-  ~PackedMatrix() { std::free(view_.data); }
   PackedMatrix(const PackedMatrix&) = delete;
   PackedMatrix& operator=(const PackedMatrix&) = delete;
 
@@ -49,6 +39,7 @@ class PackedMatrix {
 
  private:
   PackedView view_;
+  std::shared_ptr<uint8_t> memory_;
 };
 
 // parts: tuples (address, bytes, heads) of matrices that lie on top of each other. With heads, the
