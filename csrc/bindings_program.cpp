@@ -130,12 +130,18 @@ using Pool = std::tuple<int, uint64_t, uint64_t, int64_t, uint64_t, uint64_t>;
 using Tables = std::tuple<uint64_t, uint64_t, int64_t>;
 using Norms = std::tuple<uint64_t, uint64_t, float>;
 
-// requests: (number, query_start, kv_len, rows, row stride)
+// requests: (number, query_start, kv_len, rows, row stride). wanted: 0 for the last row of each.
 void run(Program& program, int64_t num_tokens, uint64_t ids, uint64_t positions, uint64_t out_loc,
          const std::tuple<int64_t, uint64_t, uint64_t, uint64_t, int64_t>& requests,
          int64_t num_wanted, uint64_t wanted, uint64_t logits, int64_t logits_stride) {
   nb::gil_scoped_release release;
   const auto [num_reqs, query_start, kv_len, rows, row_stride] = requests;
+  std::vector<int64_t> last;
+  if (wanted == 0 && num_wanted == num_reqs) {
+    for (int64_t r = 1; r <= num_reqs; ++r) last.push_back(address<int32_t>(query_start)[r] - 1);
+  } else if (wanted == 0 && num_wanted > 0) {
+    fail("the last row of each request means as many as there are requests");
+  }
   program.run({num_tokens,
                address<int32_t>(ids),
                address<int32_t>(positions),
@@ -143,7 +149,7 @@ void run(Program& program, int64_t num_tokens, uint64_t ids, uint64_t positions,
                {num_reqs, address<int32_t>(query_start), address<int32_t>(kv_len),
                 address<int32_t>(rows), row_stride},
                num_wanted,
-               address<int64_t>(wanted),
+               wanted == 0 ? last.data() : address<int64_t>(wanted),
                address<float>(logits),
                logits_stride});
 }

@@ -32,7 +32,7 @@ def draw(
     sampler = sampler or Sampler(CPU, logits.shape[-1])
     batch = Batch([request(p, uid) for uid, p in enumerate(params)], "decode")
     rows = logits.expand(len(params), -1).clone() if logits.dim() == 1 else logits
-    tokens = sampler.sample(rows, sampler.prepare(batch))
+    tokens = torch.as_tensor(sampler.sample(rows, sampler.prepare(batch)))
     assert tokens.dtype == torch.int32 and tokens.shape == (len(params),)
     return tokens.tolist()
 
@@ -297,7 +297,8 @@ def test_a_seeded_row_draws_by_seed_and_position() -> None:
 
     def at(seed: int, position: int) -> int:
         req = request(SamplingParams(temperature=1.0, seed=seed), num_ids=position)
-        return int(sampler.sample(logits, sampler.prepare(Batch([req], "decode"))))
+        (token,) = sampler.sample(logits, sampler.prepare(Batch([req], "decode"))).tolist()
+        return token
 
     grid = {(seed, pos): at(seed, pos) for seed in (0, 1, -7, 2**63 - 1) for pos in range(1, 30)}
     assert grid == {key: at(*key) for key in grid}

@@ -38,7 +38,7 @@ from minisgl.utils.model_files import resolve_model
 from .device import DeviceStream, NullEvent, count_threads, free_memory, resolve_device
 from .graph import GraphRunner, determine_cuda_graph_bs
 from .memory import MemoryReport, choose_num_pages, human
-from .sample import BatchSamplingArgs, Sampler
+from .sample import BatchSamplingArgs, Sampler, Tokens
 
 logger = init_logger(__name__)
 
@@ -47,10 +47,11 @@ Progress = Callable[[int, int], None]
 
 
 class ForwardOutput(NamedTuple):
-    """The tokens of one step, int32 `(requests,)`; the host's copy is valid after the event."""
+    """The tokens of one step, int32 `(requests,)`, as tensors or, chosen on a CPU, as an array; the
+    host's copy is valid after the event."""
 
-    next_tokens_gpu: torch.Tensor
-    next_tokens_cpu: torch.Tensor
+    next_tokens_gpu: Tokens
+    next_tokens_cpu: Tokens
     copy_done_event: NullEvent | torch.cuda.Event
 
 
@@ -253,7 +254,9 @@ class Engine:
         if logits.shape[0] > batch.size:
             logits = logits[: batch.size]
         tokens = self.sampler.sample(logits, args)
-        on_host = tokens if tokens.is_cpu else tokens.to("cpu", non_blocking=True)
+        on_host = tokens
+        if isinstance(tokens, torch.Tensor) and not tokens.is_cpu:
+            on_host = tokens.to("cpu", non_blocking=True)
         return ForwardOutput(tokens, on_host, self._stream.record_event())
 
     def launch_order(self) -> AbstractContextManager[None]:

@@ -142,9 +142,7 @@ class GraphRunner:
             with torch.inference_mode(), self.ctx.forward_batch(batch):
                 logits = self.model.forward()
                 return logits if out is None else out.copy_(logits)
-        asked = metadata.wanted_indices
-        wanted = paged.last_rows if asked is None else asked
-        ints = batch.ints
+        ints, wanted = batch.ints, metadata.wanted_indices
         return program.run(
             ints["input_ids"], ints["positions"], ints["out_loc"], paged, wanted, out
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ TOP_CANDIDATES = 1024  # a nucleus is looked for among these before the vocabula
 MIN_TEMPERATURE = 1e-5
 _MASK64 = (1 << 64) - 1
 
+Tokens = torch.Tensor | np.ndarray[Any, Any]
 Draw = tuple[float, int, float, float, float]
 
 
@@ -79,8 +81,11 @@ class Sampler:
         top_k = 1 if is_argmax else top_k
         return float(params.temperature), top_k, float(params.top_p), float(params.min_p)
 
-    def sample(self, logits: torch.Tensor, args: BatchSamplingArgs) -> torch.Tensor:
-        """Tokens int32 `(rows,)` for float32 logits `(rows, vocab)`; -1 for a row without use."""
+    def sample(self, logits: torch.Tensor, args: BatchSamplingArgs) -> Tokens:
+        """Tokens int32 `(rows,)` for float32 logits `(rows, vocab)`; -1 for a row without use.
+
+        An array where the native kernels chose them, else a tensor.
+        """
         if args.processors:
             logits = logits.clone()
             for row, state in args.processors:
@@ -88,11 +93,11 @@ class Sampler:
         draws = [(*limits, uniform) for limits, uniform in zip(args.filters, self._uniform(args))]
         if self._is_native:
             chosen = native_ops.choose_tokens(logits.contiguous(), draws)
-            tokens = torch.from_numpy(np.array(chosen, dtype=np.int32))
+            tokens: Tokens = np.array(chosen, dtype=np.int32)
         else:
             tokens = choose_tokens(logits, draws)
         for row, state in args.processors:
-            state.update(tokens[row : row + 1])
+            state.update(torch.as_tensor(tokens[row : row + 1]))
         return tokens
 
     def _uniform(self, args: BatchSamplingArgs) -> list[float]:

@@ -21,6 +21,7 @@ from . import native
 # Numbers that csrc/attention.h gives to kinds of keys and values.
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 INT32 = np.dtype(np.int32).str
+INT_BYTES = 4
 
 
 def _floats(name: str, x: torch.Tensor | None, shape: tuple[int, ...]) -> int:
@@ -87,30 +88,40 @@ class KVTensors:
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Who asks for what, as int32 arrays that the kernels read directly (csrc/attention.h).
+    """Who asks for what, as the kernels read it (csrc/attention.h), in one contiguous int32 array.
 
-    query_start (n + 1): token rows of request r are [query_start[r], query_start[r + 1]), the last
-    of which stands at position kv_len[r] - 1. rows (n, stride): the location of each position;
-    only the first kv_len[r] of row r mean anything.
+    ints holds, one after the other: query_start (n + 1), token rows of request r are
+    [query_start[r], query_start[r + 1]), the last of which stands at position kv_len[r] - 1; kv_len
+    (n); the rows of the page table (n); and `rows` (n, longest), the location of each position, of
+    which only the first kv_len[r] of row r mean anything.
     """
 
-    query_start: np.ndarray
-    kv_len: np.ndarray
-    rows: np.ndarray
+    ints: np.ndarray
+    num_reqs: int
+    longest: int
     addresses: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        addresses = (
-            _address("query_start", self.query_start),
-            _address("kv_len", self.kv_len),
-            _address("rows", self.rows),
-        )
-        n = len(self.kv_len)
-        if self.kv_len.ndim != 1 or self.query_start.shape != (n + 1,):
-            raise ValueError(f"{n} requests, but query_start has shape {self.query_start.shape}")
-        if self.rows.ndim != 2 or len(self.rows) != n:
-            raise ValueError(f"{n} requests, but rows has shape {self.rows.shape}")
-        object.__setattr__(self, "addresses", (n, *addresses, self.rows.shape[1]))
+        n, start = self.num_reqs, _address("ints", self.ints)
+        if self.ints.shape != (3 * n + 1 + n * self.longest,):
+            raise ValueError(f"{n} requests of {self.longest} in {self.ints.shape} ints")
+        lengths, rows = start + (n + 1) * INT_BYTES, start + (3 * n + 1) * INT_BYTES
+        object.__setattr__(self, "addresses", (n, start, lengths, rows, self.longest))
+
+    @property
+    def query_start(self) -> np.ndarray:
+        """int32 (n + 1,)."""
+        return self.ints[: self.num_reqs + 1]
+
+    @property
+    def kv_len(self) -> np.ndarray:
+        """int32 (n,)."""
+        return self.ints[self.num_reqs + 1 : 2 * self.num_reqs + 1]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int32 (n, longest)."""
+        return self.ints[3 * self.num_reqs + 1 :].reshape(self.num_reqs, self.longest)
 
     @property
     def last_rows(self) -> np.ndarray:
@@ -121,7 +132,7 @@ class PagedBatch:
     @property
     def num_tokens(self) -> int:
         """Query tokens of all requests."""
-        return int(self.query_start[-1])
+        return int(self.ints[self.num_reqs])
 
 
 def _address(name: str, x: np.ndarray) -> int:
@@ -152,15 +163,16 @@ def snapshot(
     longest = max(kv_lens, default=0)
     if longest > page_table.shape[1]:
         raise IndexError(f"a request of {longest} tokens, a page table of {page_table.shape[1]}")
-    ints = np.array([*accumulate(query_lens, initial=0), *kv_lens, *table_indices], dtype=np.int32)
-    batch = PagedBatch(ints[: n + 1], ints[n + 1 : 2 * n + 1], np.empty((n, longest), np.int32))
-    _, start_address, length_address, rows_address, _ = batch.addresses
+    ints = np.empty(3 * n + 1 + n * longest, np.int32)
+    ints[: 3 * n + 1] = [*accumulate(query_lens, initial=0), *kv_lens, *table_indices]
+    batch = PagedBatch(ints, n, longest)
+    _, _, length_address, rows_address, _ = batch.addresses
     native.load().snapshot_rows(
         page_table.data_ptr(),
         page_table.shape[0],
         page_table.stride(0),
         page_table.shape[1],
-        start_address + (2 * n + 1) * ints.itemsize,
+        length_address + n * INT_BYTES,
         length_address,
         n,
         rows_address,

@@ -238,6 +238,7 @@ class Program:
         self._native = native
         self._vocab_size = vocab_size
         self._kept = kept
+        self._num_wanted, self._logits, self._logits_at = -1, torch.empty(0), 0
 
     def run(
         self,
@@ -245,25 +246,34 @@ class Program:
         positions: Ints,
         out_loc: Ints,
         requests: PagedBatch,
-        wanted: Ints,
+        wanted: Ints | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Float32 logits (wanted, vocabulary), into `out` if given; K and V go to `out_loc`.
+        """Float32 logits (wanted, vocabulary), into `out` if given, else into memory that the next
+        run uses again; K and V go to `out_loc`.
 
         input_ids, positions, out_loc: ints (tokens,), request after request; arrays cost less than
-        tensors. wanted: token rows (n,) that do not fall. `ValueError` or `IndexError` before
+        tensors. wanted: token rows (n,) that do not fall; None: the last of each request. `ValueError` or `IndexError` before
         anything is written.
         """
         input_ids, num_tokens, ids_at = _ints("input_ids", input_ids)
         positions, _, positions_at = _ints("positions", positions, num_tokens)
         out_loc, _, out_loc_at = _ints("out_loc", out_loc, num_tokens)
-        wanted, num_wanted, wanted_at = _ints("wanted", wanted, dtype=torch.int64)
+        num_wanted, wanted_at = requests.num_reqs, 0
+        if wanted is not None:
+            wanted, num_wanted, wanted_at = _ints("wanted", wanted, dtype=torch.int64)
         shape = (num_wanted, self._vocab_size)
-        logits = torch.empty(shape) if out is None else _output(out, shape)
-        stride = self._vocab_size if out is None else out.stride(0)
+        if out is not None:
+            logits = _output(out, shape)
+            logits_at, stride = out.data_ptr(), out.stride(0)
+        else:
+            if num_wanted != self._num_wanted:
+                self._num_wanted, self._logits = num_wanted, torch.empty(shape)
+                self._logits_at = self._logits.data_ptr()
+            logits, logits_at, stride = self._logits, self._logits_at, self._vocab_size
         self._native.run(
             num_tokens, ids_at, positions_at, out_loc_at, requests.addresses,
-            num_wanted, wanted_at, logits.data_ptr(), stride,
+            num_wanted, wanted_at, logits_at, stride,
         )  # fmt: skip
         return logits
 

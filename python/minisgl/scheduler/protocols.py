@@ -26,17 +26,17 @@ class EventProtocol(Protocol):
 class ForwardOutputProtocol(Protocol):
     """The tokens of one step; a row without a usable token holds -1.
 
-    next_tokens_gpu: int32 `(requests,)` on the engine's device; next_tokens_cpu: the same on the
-    host, valid after `copy_done_event`.
+    next_tokens_gpu: int32 `(requests,)` on the engine's device (a tensor, or an array on a CPU);
+    next_tokens_cpu: the same on the host, valid after `copy_done_event`.
     """
 
     @property
-    def next_tokens_gpu(self) -> torch.Tensor:
+    def next_tokens_gpu(self) -> Any:
         """On the engine's device."""
         ...
 
     @property
-    def next_tokens_cpu(self) -> torch.Tensor:
+    def next_tokens_cpu(self) -> Any:
         """On the host."""
         ...
 

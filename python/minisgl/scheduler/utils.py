@@ -59,9 +59,11 @@ def to_device(array: np.ndarray[Any, Any], table: Ints) -> Ints:
     return torch.from_numpy(array).pin_memory().to(table.device, non_blocking=True)
 
 
-def clamped(tokens: torch.Tensor) -> Any:
+def clamped(tokens: torch.Tensor | Ints) -> Any:
     """What to write for sampled tokens, 0 for a row without one, which has -1."""
-    return [max(token, 0) for token in tokens.tolist()] if tokens.is_cpu else tokens.clamp(min=0)
+    if isinstance(tokens, torch.Tensor) and not tokens.is_cpu:
+        return tokens.clamp(min=0)
+    return np.maximum(tokens, 0)
 
 
 class ForwardInput(NamedTuple):
