@@ -253,8 +253,8 @@ class Program:
         run uses again; K and V go to `out_loc`.
 
         input_ids, positions, out_loc: ints (tokens,), request after request; arrays cost less than
-        tensors. wanted: token rows (n,) that do not fall; None: the last of each request. `ValueError` or `IndexError` before
-        anything is written.
+        tensors. wanted: token rows (n,) that do not fall; None: the last of each request.
+        `ValueError` or `IndexError` before anything is written.
         """
         input_ids, num_tokens, ids_at = _ints("input_ids", input_ids)
         positions, _, positions_at = _ints("positions", positions, num_tokens)

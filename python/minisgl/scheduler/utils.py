@@ -63,7 +63,7 @@ def clamped(tokens: torch.Tensor | Ints) -> Any:
     """What to write for sampled tokens, 0 for a row without one, which has -1."""
     if isinstance(tokens, torch.Tensor) and not tokens.is_cpu:
         return tokens.clamp(min=0)
-    return np.maximum(tokens, 0)
+    return np.maximum(cells(tokens), 0)
 
 
 class ForwardInput(NamedTuple):
