@@ -177,8 +177,8 @@ void bind_program(nb::module_& m) {
       .def(nb::init<int64_t, int64_t, int64_t>())
       .def_prop_ro("num_steps", &Program::num_steps)
       .def("add_buffer", &Program::add_buffer)
-      .def("embed", [](Program& p, const MatrixTuple& weight, int out) {
-        p.embed(matrix(weight), out);
+      .def("embed", [](Program& p, const MatrixTuple& weight, float scale, int out) {
+        p.embed(matrix(weight), scale, out);
       })
       .def("rms_norm", [](Program& p, int x, uint64_t weight, float eps, int out) {
         p.rms_norm(x, address<float>(weight), eps, out);

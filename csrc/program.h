@@ -104,7 +104,8 @@ class Program {
   int add_buffer(int64_t width);
   int64_t width(int buffer) const;
 
-  void embed(const MatrixRef& weight, int out);
+  // out = scale * row of `weight` for each token
+  void embed(const MatrixRef& weight, float scale, int out);
   void rms_norm(int x, const float* weight, float eps, int out);
   void add_rms_norm(int x, int residual, const float* weight, float eps);
   void gate_mul(Activation kind, int x, int out);

@@ -55,16 +55,22 @@ void Program::add_whole_step(const char* name, int64_t bytes, WholeFn fn) {
   steps_.push_back({name, 0, 0, bytes, nullptr, std::move(fn)});
 }
 
-void Program::embed(const MatrixRef& weight, int out) {
+void Program::embed(const MatrixRef& weight, float scale, int out) {
   if (in_tail()) fail("tokens are looked up before rows are selected");
-  if (weight.view.columns != width(out)) fail("embedding and buffer differ in width");
+  const int64_t n = weight.view.columns;
+  if (n != width(out)) fail("embedding and buffer differ in width");
   if (weight.view.rows < num_ids_) fail("the embedding has fewer rows than there are ids");
-  add_row_step("embed", weight.view.columns, [=](const Tile& tile, int64_t row) {
+  add_row_step("embed", n, [=](const Tile& tile, int64_t row) {
     const int64_t id = tile.ids[row];
-    if (weight.packed) return unpack_row(weight.view, id, at(out, row));
-    const auto* first = static_cast<const char*>(weight.data);
-    widen_row(weight.kind, first + id * weight.stride * float_bytes(weight.kind),
-              weight.view.columns, at(out, row));
+    float* to = at(out, row);
+    if (weight.packed) {
+      unpack_row(weight.view, id, to);
+    } else {
+      const auto* first = static_cast<const char*>(weight.data);
+      widen_row(weight.kind, first + id * weight.stride * float_bytes(weight.kind), n, to);
+    }
+    if (scale == 1.0f) return;
+    for (int64_t i = 0; i < n; ++i) to[i] *= scale;
   });
 }
 

@@ -39,6 +39,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "qk_norm": {"model_type": "qwen3"},
     "window": {"model_type": "mistral", "sliding_window": 20},
     "odd": {"hidden_size": 72, "intermediate_size": 100, "head_dim": 24},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 24,
+    },
+    "longrope": {
+        "model_type": "phi3",
+        "head_dim": 12,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": {"type": "longrope", "short_factor": [1, 2, 3], "long_factor": [2, 4, 8]},
+        "original_max_position_embeddings": 64,
+    },
 }
 
 
@@ -99,10 +112,10 @@ class Eager:
         self._out_loc, self._requests, self._wanted = out_loc, requests, wanted
         self.result = torch.empty(0)
 
-    def embed(self, weight: Any) -> torch.Tensor:
+    def embed(self, weight: Any, scale: float) -> torch.Tensor:
         if isinstance(weight, torch.Tensor):
-            return weight[self._ids.long()].float()
-        return native.rows(weight, self._ids)
+            return weight[self._ids.long()].float() * scale
+        return native.rows(weight, self._ids) * scale
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return native_ops.rmsnorm(x, weight.float(), eps)
@@ -129,8 +142,9 @@ class Eager:
         return joined
 
     def attention(
-        self, qkv: Any, layer: int, num_q: int, num_kv: int, tables: Any, window: Any, norms: Any
-    ) -> torch.Tensor:
+        self, qkv: Any, layer: int, num_q: int, num_kv: int, tables: Any, window: Any, norms: Any,
+        scale: Any,
+    ) -> torch.Tensor:  # fmt: skip
         kv = KVTensors(self._pool.k_cache(layer), self._pool.v_cache(layer))
         q_norm, k_norm, eps = norms or (None, None, 1e-6)
         if q_norm is not None:
@@ -139,9 +153,8 @@ class Eager:
             qkv, num_q, kv, self._out_loc, *tables, positions=self._positions,
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
-        return native_attention.attention(q, kv, self._requests, window=window).reshape(
-            len(qkv), -1
-        )
+        out = native_attention.attention(q, kv, self._requests, scale=scale, window=window)
+        return out.reshape(len(qkv), -1)
 
     def wanted(self, x: torch.Tensor) -> torch.Tensor:
         return x[self._wanted]

@@ -70,11 +70,11 @@ def test_fast_compare_key_is_the_length_of_the_common_prefix(
     assert torch_ops.fast_compare_key(*keys[::-1]) == length
 
 
-def test_silu_and_mul_takes_gate_then_up() -> None:
+def test_gate_and_mul_takes_gate_then_up() -> None:
     x = torch.randn(4, 10)
     expected = torch.nn.functional.silu(x[:, :5]) * x[:, 5:]
-    torch.testing.assert_close(torch_ops.silu_and_mul(x), expected)
-    assert torch_ops.silu_and_mul(x.half()).dtype == torch.float16
+    torch.testing.assert_close(torch_ops.gate_and_mul(x), expected)
+    assert torch_ops.gate_and_mul(x.half()).dtype == torch.float16
 
 
 def test_rotate_turns_pairs_of_halves_and_leaves_the_rest() -> None:

@@ -25,6 +25,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 128,
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+    "longrope": {
+        "short_factor": [1 + i / 9 for i in range(DIM // 2)],
+        "long_factor": [2 + i for i in range(DIM // 2)],
+        "original_max_position_embeddings": 128,
+    },
 }
 YARNS: list[dict[str, Any]] = [
     {},
@@ -50,7 +55,7 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
     for numbers in variants:
         scaling = {**numbers, "rope_type": kind.removesuffix("-variants")}
         function = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
-        expected, expected_factor = function(reference_config(scaling), "cpu")
+        expected, expected_factor = function(reference_config(scaling), "cpu", seq_len=MAX)
         got, factor = rope_frequencies(DIM, MAX, BASE, scaling)
         rows = got if got.dim() == 2 else got.unsqueeze(0)
         for row in rows:
@@ -65,6 +70,18 @@ def test_dynamic_scaling_grows_with_the_position_beyond_the_trained_length() -> 
     for length in (MAX, MAX + 1, 700, 2 * MAX):
         expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=length)
         torch.testing.assert_close(got[length - 1], expected, rtol=1e-5, atol=0)
+
+
+def test_longrope_has_other_divisors_for_a_context_as_short_as_the_original() -> None:
+    scaling = {**SCALINGS["longrope"], "rope_type": "longrope"}
+    config = reference_config(scaling)
+    rope = get_rope(DIM, DIM, MAX, BASE, scaling)
+    assert rope.within(MAX) is rope and rope.within(129) is rope
+    steps = torch.arange(100.0).unsqueeze(1)
+    for num_positions in (100, 128, 129):
+        expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=num_positions)
+        cos, _ = rope.within(num_positions).tables(100)
+        torch.testing.assert_close(cos, (steps * expected).cos() * factor)
 
 
 def test_rotation_is_in_place_on_flat_tensors_and_equals_transformers() -> None:
@@ -98,4 +115,4 @@ def test_one_object_serves_all_who_ask_for_the_same_numbers() -> None:
 
 def test_an_unknown_kind_lists_the_known_ones() -> None:
     with pytest.raises(UnsupportedModelError, match="default, dynamic, factors, linear, llama3"):
-        check_rope_scaling({"rope_type": "longrope"})
+        check_rope_scaling({"rope_type": "ntk"})

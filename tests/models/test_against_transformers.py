@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from minisgl.models import ModelConfig, create_model, load_model_config, load_weight
 
@@ -35,6 +36,19 @@ LLAMA3 = {
 }
 WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.6, 1.8],
+    "long_factor": [1.0, 2.0, 4.0, 6.0, 8.0, 9.0],
+}
+PHI3 = {"pad_token_id": 0}
+GEMMA3 = {
+    "head_dim": 16,
+    "sliding_window": 7,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 20,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True}),
@@ -58,6 +72,63 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**MOE, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
     ),
+    "llama odd heads": ("llama", {"head_dim": 14}),
+    "llama longrope": (
+        "llama",
+        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 16},
+    ),
+    "llama gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "mixtral": ("mixtral", EXPERTS),
+    "mixtral windowed tied": (
+        "mixtral",
+        {**EXPERTS, "sliding_window": 7, "tie_word_embeddings": True, "head_dim": 10},
+    ),
+    "phi3": ("phi3", {**PHI3, "sliding_window": 7}),
+    "phi3 tied": ("phi3", {**PHI3, "tie_word_embeddings": True}),
+    "phi3 partial rope": ("phi3", {**PHI3, "rope_scaling": {"partial_rotary_factor": 0.5}}),
+    "phi3 longrope": (
+        "phi3",
+        {**PHI3, "rope_scaling": LONGROPE, "original_max_position_embeddings": 16},
+    ),
+    "phi3 partial longrope": (
+        "phi3",
+        {
+            **PHI3,
+            "num_attention_heads": 2,
+            "rope_scaling": {**LONGROPE, "partial_rotary_factor": 0.5},
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "phi3 short longrope": (
+        "phi3",
+        {**PHI3, "rope_scaling": LONGROPE, "original_max_position_embeddings": 128},
+    ),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3 untied linear": (
+        "gemma3_text",
+        {
+            **GEMMA3,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "gemma3 by list": (
+        "gemma3_text",
+        {
+            **GEMMA3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 9e4,
+                    "original_max_position_embeddings": 32,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 3e3},
+            },
+        },
+    ),
 }
 
 
@@ -69,7 +140,8 @@ def make_reference(model_type: str, changes: dict[str, Any], folder: Path) -> An
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 1:
-                weight.normal_(1.0 if "norm" in name else 0.0, 0.2)
+                is_scale = "norm" in name and model_type != "gemma3_text"
+                weight.normal_(1.0 if is_scale else 0.0, 0.2)
     model.save_pretrained(folder)
     return model
 
@@ -148,7 +220,37 @@ def test_from_hf_takes_the_config_object_and_the_old_spelling(tmp_path: Path) ->
     assert load_model_config(tmp_path) == from_dict
 
 
-@pytest.mark.parametrize("case", ["llama tied", "qwen2", "qwen3_moe mixed"])
+@pytest.mark.parametrize("case", [name for name in CASES if name != "gemma3 by list"])
+def test_the_old_spelling_of_a_config_says_the_same(case: str) -> None:
+    """`rope_theta`, `rope_scaling` with `type`, a pattern of windows, bases by name."""
+    model_type, changes = CASES[case]
+    new = transformers.AutoConfig.for_model(model_type, **{**SMALL, **changes}).to_dict()
+    old = {name: value for name, value in new.items() if name != "rope_parameters"}
+    rope = dict(new["rope_parameters"])
+    if "full_attention" in rope:
+        old["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
+        old["sliding_window_pattern"] = changes["sliding_window_pattern"]
+        del old["layer_types"]
+    old["rope_theta"] = rope.pop("rope_theta")
+    kind = {"longrope": "su"}.get(rope["rope_type"], rope["rope_type"])
+    old["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
+    del rope["rope_type"]
+    old["rope_scaling"] = {**rope, "type": kind} if kind != "default" else None
+    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+
+
+def test_experts_of_mixtral_may_have_their_first_names(tmp_path: Path) -> None:
+    reference = make_reference(*CASES["mixtral"], tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    theirs = [name for name in stored if "block_sparse_moe.experts.0.w" in name]
+    assert len(theirs) == 9, sorted(stored)
+    assert_close(ByHand(tmp_path).logits(IDS), reference_logits(reference, IDS))
+
+
+@pytest.mark.parametrize(
+    "case", ["llama tied", "qwen2", "qwen3_moe mixed", "mixtral", "phi3", "gemma3"]
+)
 def test_load_weight_gives_exactly_the_keys_of_the_model(case: str, tmp_path: Path) -> None:
     make_reference(*CASES[case], tmp_path)
     with torch.device("meta"):

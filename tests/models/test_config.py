@@ -69,6 +69,30 @@ def test_old_and_new_spellings_of_rope_are_one() -> None:
     assert ModelConfig.from_hf(old).rotary_config == ModelConfig.from_hf(new).rotary_config
 
 
+def test_gemma3_has_two_ropes_and_what_its_config_leaves_out() -> None:
+    gemma = {**LLAMA, "model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 64}
+    linear = {"type": "linear", "factor": 8.0}
+    old = {**gemma, "rope_theta": 7.0, "rope_local_base_freq": 5.0, "rope_scaling": linear}
+    config = ModelConfig.from_hf({**old, "sliding_window_pattern": 2, "sliding_window": 9})
+    assert config.layer_windows == (9, None, 9, None)
+    local, whole = config.rotary(0), config.rotary(1)
+    assert (local.base, local.scaling, whole.base) == (5.0, None, 7.0)
+    assert whole.scaling is not None and whole.scaling["factor"] == 8.0
+    assert config.tie_word_embeddings and config.hidden_act == "gelu_tanh"
+    assert (config.norm_weight_offset, config.embedding_scale) == (1.0, 8.0)
+    assert config.attention_scale == 1 / 8
+    plain = ModelConfig.from_hf(gemma)
+    assert (plain.rotary_config.base, plain.layer_windows) == (1e6, (4096,) * 4)
+    new = {
+        **gemma,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 7.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5.0},
+        },
+    }
+    assert ModelConfig.from_hf(new) == ModelConfig.from_hf(old)
+
+
 def test_yarn_reaches_as_far_as_its_factor_says() -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     config = ModelConfig.from_hf({**LLAMA, "max_position_embeddings": 512, "rope_scaling": yarn})
@@ -78,10 +102,18 @@ def test_yarn_reaches_as_far_as_its_factor_says() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama, mistral, qwen2"),
-        ({"rope_scaling": {"type": "su"}}, "rope scaling 'su' is not supported; supported: def"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported: gemma3_text, llama"),
+        ({"rope_scaling": {"type": "ntk"}}, "rope scaling 'ntk' is not supported; supported: def"),
+        ({"rope_scaling": {"type": "su", "long_factor": [1.0] * 8}}, "'longrope' needs 'short_f"),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0] * 8}},
+            "'longrope' is not usable: 1 factors, not 8",
+        ),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs 'low_freq_factor'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"model_type": "mixtral", "hidden_act": "gelu_pytorch_tanh"}, "only silu"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],
 )

@@ -55,9 +55,11 @@ class BaseAttnBackend(ABC):
         layer_id: int,
         batch: Batch,
         window: int | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Store K and V at `batch.out_loc`, then attend.
 
         q: (tokens, heads, dim); k, v: (tokens, kv heads, dim); returns (tokens, heads, dim).
-        window: how many tokens back a query sees, itself included; None for all.
+        window: how many tokens back a query sees, itself included; None for all. scale: of the
+        products of queries and keys; None for 1 / sqrt(dim).
         """

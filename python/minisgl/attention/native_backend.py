@@ -61,13 +61,14 @@ class NativeAttnBackend(BaseAttnBackend):
         layer_id: int,
         batch: Batch,
         window: int | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Store K and V, then attend in float32; the result has the type of `q`."""
         metadata = batch.attn_metadata
         assert isinstance(metadata, NativeAttnMetadata), type(metadata)
         kv = self._layer(layer_id)
         native_attention.store_kv(kv, batch.out_loc, k.float(), v.float())
-        out = native_attention.attention(q.float(), kv, metadata.paged, window=window)
+        out = native_attention.attention(q.float(), kv, metadata.paged, scale=scale, window=window)
         return out.to(q.dtype)
 
     def _layer(self, layer_id: int) -> KVTensors:

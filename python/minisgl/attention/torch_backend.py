@@ -77,6 +77,7 @@ class TorchAttnBackend(BaseAttnBackend):
         layer_id: int,
         batch: Batch,
         window: int | None = None,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """Store, gather, attend; (tokens, heads, dim)."""
         pool = self._ctx.kv_cache
@@ -89,7 +90,7 @@ class TorchAttnBackend(BaseAttnBackend):
         group = q.shape[1] // k_tokens.shape[1]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for work in plan(metadata, window, group):
-            out[work.queries] = _attend(q[work.queries], k_tokens, v_tokens, work)
+            out[work.queries] = _attend(q[work.queries], k_tokens, v_tokens, work, scale)
         return out
 
 
@@ -167,7 +168,11 @@ def _plan_multi(metadata: TorchAttnMetadata, window: int | None, group: int) -> 
 
 
 def _attend(
-    q: torch.Tensor, k_tokens: torch.Tensor, v_tokens: torch.Tensor, work: _Work
+    q: torch.Tensor,
+    k_tokens: torch.Tensor,
+    v_tokens: torch.Tensor,
+    work: _Work,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """(n * t, heads, dim) queries over the tokens at `work.locations`.
 
@@ -184,6 +189,6 @@ def _attend(
     v = v.view(num_reqs, -1, num_kv_heads, dim).transpose(1, 2)
     by_kv_head = q.reshape(num_reqs, num_queries, num_kv_heads, -1, dim).transpose(1, 2)
     folded = by_kv_head.reshape(num_reqs, num_kv_heads, -1, dim)
-    out = F.scaled_dot_product_attention(folded, k, v, attn_mask=work.mask)
+    out = F.scaled_dot_product_attention(folded, k, v, attn_mask=work.mask, scale=scale)
     out = out.view(num_reqs, num_kv_heads, num_queries, -1, dim).transpose(1, 2)
     return out.reshape(q.shape[0], num_heads, dim)

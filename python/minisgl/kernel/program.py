@@ -66,11 +66,11 @@ class Recorder:
         self._kept: list[Any] = []
         self._pinned: set[int] = set()  # buffers whose memory is nobody else's
 
-    def embed(self, weight: Any) -> Buffer:
-        """The row of `weight` for each token."""
+    def embed(self, weight: Any, scale: float = 1.0) -> Buffer:
+        """The row of `weight` for each token, times `scale`."""
         matrix = self._matrix(weight)
         out = self._buffer(matrix[4])
-        self._note("embed", (out,), lambda out: (matrix, out))
+        self._note("embed", (out,), lambda out: (matrix, scale, out))
         return out
 
     def rms_norm(self, x: Buffer, weight: torch.Tensor, eps: float) -> Buffer:
@@ -130,11 +130,12 @@ class Recorder:
         tables: tuple[torch.Tensor, torch.Tensor],
         window: int | None = None,
         norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+        scale: float | None = None,
     ) -> Buffer:
         """Norm (if asked to) and rotate q and k, store k and v, attend; qkv is overwritten.
 
         tables: cos and sin, float32 (num_positions, rotary_dim / 2). norms: the weights for heads
-        of q and of k, and epsilon.
+        of q and of k, and epsilon. scale: of products of q and k, 1 / sqrt(dim) by default.
         """
         try:
             kv = KVTensors(self._kv_cache.k_cache(layer_id), self._kv_cache.v_cache(layer_id))
@@ -148,7 +149,7 @@ class Recorder:
                 raise ValueError(f"rotary table of shape {tuple(table.shape)}, {table.dtype}")
         cos, sin = (table.contiguous() for table in tables)
         self._kept += [kv, cos, sin]
-        heads = (num_q, num_kv, dim, dim**-0.5, window or 0)
+        heads = (num_q, num_kv, dim, scale or dim**-0.5, window or 0)
         rotary = (cos.data_ptr(), sin.data_ptr(), half)
         normed = (0, 0, 0.0)
         if norms is not None:

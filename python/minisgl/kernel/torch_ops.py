@@ -23,11 +23,15 @@ def fused_add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, 
     x.copy_(rmsnorm(residual, w, eps))
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` where the last dimension of `x` is gate and up side by side."""
+def gate_and_mul(x: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """`activation(gate) * up` where the last dimension of `x` is gate and up side by side.
+
+    activation: "silu", or "gelu_tanh" (arXiv:1606.08415, the approximation).
+    """
     half = x.shape[-1] // 2
-    gate, up = x[..., :half], x[..., half:]
-    return F.silu(gate.float()).mul_(up).to(x.dtype)
+    gate, up = x[..., :half].float(), x[..., half:]
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return gate.mul_(up).to(x.dtype)
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ to 2 and the interface of `attention`.
 
 from __future__ import annotations
 
-from minisgl.kernel.torch_ops import silu_and_mul
+from minisgl.kernel.torch_ops import gate_and_mul
 
 from .attention import AttentionLayer
 from .base import BaseOP, OPList, Parameter, StateLessOP, native_parts
@@ -44,6 +44,6 @@ __all__ = [
     "get_rope",
     "set_rope_device",
     "native_parts",
-    "silu_and_mul",
+    "gate_and_mul",
     "vocab_range",
 ]

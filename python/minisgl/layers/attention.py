@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class AttentionLayer(StateLessOP):
     """Attention of one layer on this rank's heads.
 
-    window: how many tokens back a token sees, itself included; None for all.
+    window: how many tokens back a token sees, itself included; None for all. scale: of products of
+    queries and keys; None for 1 / sqrt(head_dim).
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class AttentionLayer(StateLessOP):
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         window: int | None = None,
+        scale: float | None = None,
     ) -> None:
         size = current_tp_info().size
         self._layer_id = layer_id
@@ -46,6 +48,7 @@ class AttentionLayer(StateLessOP):
         self._q_norm = q_norm
         self._k_norm = k_norm
         self._window = window
+        self._scale = scale
 
     def forward(
         self, qkv: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]
@@ -64,8 +67,9 @@ class AttentionLayer(StateLessOP):
         if self._k_norm is not None:
             self._k_norm.forward_inplace(k)
         rotate_(heads[:, : num_q + num_kv], *cos_sin)
-        window = {} if self._window is None else {"window": self._window}
-        out = ctx.attn_backend.forward(q, k, v, self._layer_id, batch, **window)
+        asked = {"window": self._window, "scale": self._scale}
+        options = {name: value for name, value in asked.items() if value is not None}
+        out = ctx.attn_backend.forward(q, k, v, self._layer_id, batch, **options)
         return out.reshape(len(qkv), num_q * self._head_dim)
 
     def record(
@@ -74,7 +78,8 @@ class AttentionLayer(StateLessOP):
         """As `forward`; tables: cos and sin by position."""
         norms = None
         if self._q_norm is not None and self._k_norm is not None:
-            norms = (self._q_norm.weight, self._k_norm.weight, self._q_norm.eps)
+            norms = (self._q_norm.scale, self._k_norm.scale, self._q_norm.eps)
+        heads = (self._num_q, self._num_kv)
         return program.attention(
-            qkv, self._layer_id, self._num_q, self._num_kv, tables, self._window, norms
+            qkv, self._layer_id, *heads, tables, self._window, norms, self._scale
         )

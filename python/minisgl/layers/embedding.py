@@ -30,11 +30,15 @@ def vocab_range(vocab_size: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class VocabParallelEmbedding(BaseOP):
-    """Looks up rows by token id; ids of other ranks give zeros, and the ranks' rows add up."""
+    """Looks up rows by token id, times `scale`.
 
-    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+    Ids of other ranks give zeros, and the ranks' rows add up.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, scale: float = 1.0) -> None:
         tp_info = current_tp_info()
         self._num_embeddings = num_embeddings
+        self._scale = scale
         self._tp_size = tp_info.size
         self._start, length = vocab_range(num_embeddings, tp_info.rank, tp_info.size)
         self._comm = DistributedCommunicator()
@@ -42,6 +46,10 @@ class VocabParallelEmbedding(BaseOP):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(tokens,) to (tokens, embedding_dim)."""
+        rows = self._rows(ids)
+        return rows if self._scale == 1.0 else rows * self._scale
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         weight = as_weight(self.weight)
         if self._tp_size == 1:
             return weight.rows(ids)
@@ -55,7 +63,7 @@ class VocabParallelEmbedding(BaseOP):
         parts = native_parts(self.weight)
         if len(parts) > 1:
             raise CannotRecord("an embedding of several formats")
-        return program.embed(parts[0])
+        return program.embed(parts[0], self._scale)
 
 
 class ParallelLMHead(BaseOP):

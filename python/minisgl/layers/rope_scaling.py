@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,20 +28,19 @@ def rope_kind(scaling: Scaling | None) -> str:
     return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
 
-def check_rope_scaling(scaling: Scaling | None) -> None:
-    """`UnsupportedModelError` for a kind that is not one of ours, or that lacks a number."""
+def check_rope_scaling(scaling: Scaling | None, rotary_dim: int = 8) -> None:
+    """`UnsupportedModelError` for a kind that is not one of ours, or whose numbers do not fit."""
     kind = rope_kind(scaling)
     if kind not in _KINDS:
         raise UnsupportedModelError(
             f"rope scaling {kind!r} is not supported; supported: {', '.join(_KINDS.names())}"
         )
     try:
-        rope_frequencies(8, 64, 10000.0, scaling)
+        rope_frequencies(rotary_dim, 64, 10000.0, scaling)
     except KeyError as error:
         raise UnsupportedModelError(f"rope scaling {kind!r} needs {error}") from error
     except (TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
-        if kind != "factors":  # their number depends on the real size
-            raise UnsupportedModelError(f"rope scaling {kind!r} is not usable: {error}") from error
+        raise UnsupportedModelError(f"rope scaling {kind!r} is not usable: {error}") from error
 
 
 def rope_frequencies(
@@ -69,8 +68,37 @@ def _linear(rotary_dim: int, max_position: int, base: float, scaling: Scaling) -
 @_KINDS.register("factors")
 def _factors(rotary_dim: int, max_position: int, base: float, scaling: Scaling) -> Frequencies:
     """A divisor for each frequency: the `rope_freqs` tensor of GGUF files."""
-    divisors = torch.tensor(scaling["factors"], dtype=torch.float32, device="cpu")
-    return _plain(rotary_dim, base) / divisors, 1.0
+    return _plain(rotary_dim, base) / _divisors(scaling["factors"], rotary_dim), 1.0
+
+
+def _divisors(factors: Sequence[float], rotary_dim: int) -> torch.Tensor:
+    if len(factors) != rotary_dim // 2:
+        raise ValueError(f"{len(factors)} factors, not {rotary_dim // 2}")
+    return torch.tensor(factors, dtype=torch.float32, device="cpu")
+
+
+@_KINDS.register("longrope")
+def _longrope(rotary_dim: int, max_position: int, base: float, scaling: Scaling) -> Frequencies:
+    """Divisors for short contexts, and others beyond the original one (arXiv:2402.13753).
+
+    max_position: of the context that is served; all of it has the same divisors, so that keys in
+    the cache serve every longer sequence. That of the model decides how attention is sharpened.
+    """
+    trained = int(scaling.get("max_position_embeddings") or max_position)
+    original = original_length(scaling) or trained
+    factor = float(scaling.get("factor") or trained / original)
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        extra = math.log(factor) / math.log(original) if factor > 1.0 else 0.0
+        attention = math.sqrt(1.0 + extra)
+    short, long = (_divisors(scaling[f"{name}_factor"], rotary_dim) for name in ("short", "long"))
+    divisors = long if max_position > original else short
+    return _plain(rotary_dim, base) / divisors, float(attention)
+
+
+def original_length(scaling: Scaling | None) -> int:
+    """The context that the model had before it was stretched; 0 if the scaling does not say."""
+    return int((scaling or {}).get("original_max_position_embeddings") or 0)
 
 
 @_KINDS.register("llama3")

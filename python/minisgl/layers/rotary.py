@@ -16,7 +16,7 @@ import torch
 from minisgl.kernel.torch_ops import rotate_
 
 from .base import StateLessOP
-from .rope_scaling import rope_frequencies
+from .rope_scaling import original_length, rope_frequencies, rope_kind
 
 MIN_TABLE = 1024
 _device: list[torch.device] = []
@@ -48,6 +48,14 @@ class RotaryEmbedding(StateLessOP):
         if self._scaling is not None:
             self._scaling.setdefault("max_position_embeddings", max_position)
         self._tables: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def within(self, num_positions: int) -> RotaryEmbedding:
+        """The one for a context of so many positions: `longrope` has another for a short one."""
+        original = original_length(self._scaling)
+        is_long = rope_kind(self._scaling) == "longrope" and self._max_position > original
+        if not is_long or num_positions > original:
+            return self
+        return get_rope(self._head_dim, self._rotary_dim, original, self._base, self._scaling)
 
     def forward(
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor

@@ -5,10 +5,9 @@ May import layers 0 to 3.
 
 from __future__ import annotations
 
-from .blocks import CausalLM
+from .blocks import CausalLM, create_model
 from .config import ModelConfig, RotaryConfig
 from .packing import pack_floats, pack_stored
-from .registry import create_model
 from .sources import close_sources, load_model_config, open_source
 from .weights import Pack, init_dummy_weights, load_model_weights, load_weight, shard_tensor
 

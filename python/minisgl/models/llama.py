@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .blocks import CausalLM
+from .architecture import Architecture
 
-
-class LlamaForCausalLM(CausalLM):
-    """`model_type` "llama"."""
+ARCHITECTURE = Architecture(mlp_bias=True)

@@ -22,13 +22,18 @@ GGUF_ARCHITECTURES = {
 
 
 class Reader:
-    """Looks up keys of a mapping or attributes of an object; numbers are checked."""
+    """Looks up keys of a mapping or attributes of an object; numbers are checked.
 
-    def __init__(self, cfg: Any) -> None:
+    defaults: for keys that the config leaves out, before those given at a call.
+    """
+
+    def __init__(self, cfg: Any, defaults: Mapping[str, Any] | None = None) -> None:
         self._cfg = cfg
+        self._defaults = defaults or {}
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, which may be None if the config says so, or the default if it is silent."""
+        default = self._defaults.get(key, default)
         if isinstance(self._cfg, Mapping):
             return self._cfg.get(key, default)
         return getattr(self._cfg, key, default)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from .blocks import CausalLM
+from .architecture import Architecture, same_window
 
-
-class MistralForCausalLM(CausalLM):
-    """`model_type` "mistral"."""
+ARCHITECTURE = Architecture(defaults={"sliding_window": 4096}, windows=same_window)

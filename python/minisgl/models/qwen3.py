@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from .blocks import CausalLM
+from .architecture import Architecture
+from .qwen2 import qwen_windows
 
-
-class Qwen3ForCausalLM(CausalLM):
-    """`model_type` "qwen3"."""
+ARCHITECTURE = Architecture(
+    defaults={"head_dim": 128, "sliding_window": 4096},
+    qk_norm=True,
+    windows=qwen_windows,
+)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from .blocks import CausalLM
+from .architecture import Architecture, Windows, no_windows, same_window
+from .metadata import Reader
 
 
-class Qwen3MoeForCausalLM(CausalLM):
-    """`model_type` "qwen3_moe"."""
+def _windows(read: Reader, num_layers: int) -> Windows:
+    chosen = same_window if read.get("use_sliding_window", False) else no_windows
+    return chosen(read, num_layers)
+
+
+ARCHITECTURE = Architecture(
+    defaults={"sliding_window": 4096}, qk_norm=True, is_moe=True, windows=_windows
+)

@@ -21,7 +21,7 @@ from minisgl.utils.errors import ModelLoadError
 from minisgl.utils.gguf import GGUFFile, GGUFTensor, open_gguf
 from minisgl.utils.model_files import read_json, resolve_model
 
-from .config import ModelConfig
+from .config import ARCHITECTURES, ModelConfig
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -133,6 +133,16 @@ class FolderSource(WeightSource):
 
     def tensors(self) -> dict[str, SourceTensor]:
         """By the index, or of all files."""
+        stored = self._stored()
+        renames = ARCHITECTURES[self.config().model_type].renames
+        if not renames:
+            return stored
+        for tensor in stored.values():
+            tensor.name = ".".join(renames.get(part, part) for part in tensor.name.split("."))
+        return {tensor.name: tensor for tensor in stored.values()}
+
+    def _stored(self) -> dict[str, SourceTensor]:
+        """By their stored names."""
         index = self.path / INDEX_FILE
         if index.is_file():
             return self._read_indexed(read_json(index).get("weight_map"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.kernel.torch_ops import silu_and_mul
+from minisgl.kernel.torch_ops import gate_and_mul
 from minisgl.utils import div_ceil
 
 from .base import BaseMoeBackend, route
@@ -83,7 +83,7 @@ class FusedMoeBackend(BaseMoeBackend):
             return self._elsewhere.forward(x, w1, w2, gating, topk, renormalize)
         weights, ids = route(gating, topk, renormalize)
         block_m = 16 if len(x) * topk <= 16 * w1.shape[0] else 64
-        hidden = silu_and_mul(grouped_matmul(x.contiguous(), w1.contiguous(), ids, topk, block_m))
+        hidden = gate_and_mul(grouped_matmul(x.contiguous(), w1.contiguous(), ids, topk, block_m))
         results = grouped_matmul(hidden, w2.contiguous(), ids, 1, block_m)
         scaled = results.view(len(x), topk, -1).float() * weights.unsqueeze(-1)
         return scaled.sum(1).to(x.dtype)

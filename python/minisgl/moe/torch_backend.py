@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.kernel.torch_ops import silu_and_mul
+from minisgl.kernel.torch_ops import gate_and_mul
 from minisgl.quant import as_weight
 
 from .base import BaseMoeBackend, route
@@ -37,7 +37,7 @@ class TorchMoeBackend(BaseMoeBackend):
             pairs = order[start : start + count]
             start += count
             hidden = as_weight(w1[expert]).matmul(x.index_select(0, pairs // topk))
-            results[pairs] = as_weight(w2[expert]).matmul(silu_and_mul(hidden))
+            results[pairs] = as_weight(w2[expert]).matmul(gate_and_mul(hidden))
         scaled = results.view(len(x), topk, -1).float() * weights.unsqueeze(-1)
         total = scaled[:, 0].clone()
         for choice in range(1, topk):
