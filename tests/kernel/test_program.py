@@ -281,8 +281,9 @@ def test_tiles_cut_long_batches_without_a_trace() -> None:
         start += step[2]
 
 
-def test_every_instruction_set_gives_the_same_bits() -> None:
-    model = make_model("q4", **MODELS["qk_norm"])
+@pytest.mark.parametrize("kind", ["qk_norm", "gemma3"])
+def test_every_instruction_set_gives_the_same_bits(kind: str) -> None:
+    model = make_model("q4", **MODELS[kind])
     given = inputs(make_table(2, 1), prompts(2, [40, 3]), [(0, 0, 40), (1, 0, 3)])
     found = []
     for isa in native.available_isas():

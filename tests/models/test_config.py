@@ -133,6 +133,12 @@ def test_a_sound_model_that_cannot_run_is_named(change: dict[str, Any], problem:
         {"num_attention_heads": -4},
         {"rms_norm_eps": float("nan")},
         {"rope_theta": -1.0},
+        {"rope_theta": "many"},
+        {"rope_scaling": [8.0]},
+        {"model_type": "gemma3_text", "layer_types": ["full_attention"]},
+        {"model_type": "gemma3_text", "layer_types": 4},
+        {"model_type": "gemma3_text", "sliding_window": None},
+        {"model_type": "gemma3_text", "query_pre_attn_scalar": 0},
         {"head_dim": True},
     ],
 )

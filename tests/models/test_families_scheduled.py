@@ -40,25 +40,21 @@ def make_prompts() -> list[list[int]]:
     return prompts
 
 
-def make_llm(folder: Path, **fields: Any) -> LLM:
-    return LLM(str(folder), dtype="float32", max_running_req=4, num_threads=1, **fields)
-
-
-def check(folder: Path, reference: Any, prompts: list[list[int]], **fields: Any) -> LLM:
-    """Generate and compare; the LLM has been shut down."""
-    llm = make_llm(folder, **fields)
+def check(folder: Path, reference: Any, prompts: list[list[int]], **fields: Any) -> None:
+    """Generate and compare tokens and logits."""
+    llm = LLM(str(folder), dtype="float32", max_running_req=4, num_threads=1, **fields)
     rows = collect_logits(llm)
     try:
         results = llm.generate(prompts, PARAMS)
+        is_recorded = llm.engine.graph_runner._program is not None
+        may_record = native.available() and fields.get("attention_backend") != "torch"
+        assert is_recorded == (may_record and not llm.engine.model_config.is_moe)
         llm.cache_manager.check_integrity()
         for uid, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
             expected = logits_along(reference, prompt, result["token_ids"])
             assert result["token_ids"] == expected.argmax(-1).tolist()
             assert torch.allclose(torch.stack(rows[uid]), expected, atol=1e-4, rtol=0)
-        return llm
     finally:
-        is_recorded = llm.engine.graph_runner._program is not None
-        assert is_recorded == (native.available() and not llm.engine.model_config.is_moe)
         llm.shutdown()
 
 
@@ -69,6 +65,15 @@ def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) ->
     write_tokenizer(tmp_path)
     for config in PAIRWISE:
         check(tmp_path, reference, make_prompts(), **fields_of(config))
+
+
+@pytest.mark.parametrize("family", ["phi3 longrope", "gemma3"])
+def test_the_torch_backend_gives_the_same(family: str, tmp_path: Path) -> None:
+    model_type, changes = CASES[family]
+    reference = make_reference(model_type, {**changes, "vocab_size": VOCAB_SIZE}, tmp_path)
+    write_tokenizer(tmp_path)
+    fields = {"attention_backend": "torch", "max_extend_tokens": 30, "num_page_override": 512}
+    check(tmp_path, reference, make_prompts(), **fields)
 
 
 def test_a_context_as_short_as_the_original_takes_the_short_factors(tmp_path: Path) -> None:

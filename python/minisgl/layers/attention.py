@@ -6,7 +6,7 @@ and hands all three to the backend of the current context.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -68,7 +68,7 @@ class AttentionLayer(StateLessOP):
             self._k_norm.forward_inplace(k)
         rotate_(heads[:, : num_q + num_kv], *cos_sin)
         asked = {"window": self._window, "scale": self._scale}
-        options = {name: value for name, value in asked.items() if value is not None}
+        options: dict[str, Any] = {k: a for k, a in asked.items() if a is not None}
         out = ctx.attn_backend.forward(q, k, v, self._layer_id, batch, **options)
         return out.reshape(len(qkv), num_q * self._head_dim)
 

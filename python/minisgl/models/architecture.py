@@ -31,8 +31,8 @@ def same_window(read: Reader, num_layers: int) -> Windows:
 def windows_of_kinds(read: Reader, num_layers: int, default_kinds: list[str]) -> Windows:
     """The layers that `layer_types` (or the default) calls "sliding_attention" see a window."""
     kinds = read.get("layer_types") or default_kinds
-    if len(kinds) != num_layers:
-        raise ModelLoadError(f"config: layer_types has {len(kinds)} entries, not {num_layers}")
+    if not isinstance(kinds, (list, tuple)) or len(kinds) != num_layers:
+        raise ModelLoadError(f"config: layer_types must be a list of {num_layers}, got {kinds!r}")
     window = read.size("sliding_window")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 

@@ -175,7 +175,7 @@ def _read_config(
         mlp_bias=arch.mlp_bias and bool(read.get("mlp_bias", False)),
         qk_norm=arch.qk_norm,
         has_post_norms=arch.has_post_norms,
-        norm_weight_offset=float(read.get("norm_weight_offset", 0.0)),
+        norm_weight_offset=1.0 if read.get("norm_weight_offset") else 0.0,
         embedding_scale=hidden_size**0.5 if arch.scales_embedding else 1.0,
         attention_scale=(
             None if query_scalar is None else read.number("query_pre_attn_scalar", 1.0) ** -0.5
@@ -229,6 +229,8 @@ def _rope_parameters(read: Reader, has_local: bool) -> tuple[Rope, Rope]:
     kind of layer where they differ.
     """
     rope: Rope = read.get("rope_parameters") or read.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ModelLoadError(f"config: rope parameters must be an object, got {rope!r}")
     if has_local and any(isinstance(value, Mapping) for value in rope.values()):
         return rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
     return rope, {}
@@ -240,9 +242,13 @@ def _read_rotary(read: Reader, head_dim: int, rope: Rope, base_key: str) -> Rota
     scaling = {str(key): value for key, value in rope.items() if value is not None}
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise UnsupportedModelError("rope parameters that differ by layer are not supported")
-    base = float(scaling.pop("rope_theta", None) or read.get(base_key) or 10000.0)
+    base = scaling.pop("rope_theta", None) or read.get(base_key) or 10000.0
     partial = scaling.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor") or 1.0
-    rotary_dim = read.size("rotary_dim", int(head_dim * float(partial)))
+    try:
+        base, turned = float(base), int(head_dim * float(partial))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelLoadError(f"config: rope parameters: {error}") from error
+    rotary_dim = read.size("rotary_dim", turned)
     if not (base > 0.0 and 2 <= rotary_dim <= head_dim and rotary_dim % 2 == 0):
         raise ModelLoadError(f"config: rope base {base} or dimension {rotary_dim} makes no sense")
     original = read.get("original_max_position_embeddings")
