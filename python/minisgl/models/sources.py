@@ -6,6 +6,8 @@ once, and never as a whole model. Pickled weights are refused: loading them can 
 
 from __future__ import annotations
 
+import json
+import mmap
 import os
 import re
 from abc import ABC, abstractmethod
@@ -13,17 +15,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 
 from minisgl.quant.dequant import FLOAT_TYPES, dequantize, dequantize_into
-from minisgl.utils import cached_load_hf_config
+from minisgl.utils import align_ceil, cached_load_hf_config
 from minisgl.utils.errors import ModelLoadError
-from minisgl.utils.gguf import GGUFFile, GGUFTensor, open_gguf
+from minisgl.utils.gguf import MAPPED_AT_ONCE, GGUFFile, GGUFTensor, open_gguf
 from minisgl.utils.model_files import read_json, resolve_model
 
 from .config import ARCHITECTURES, ModelConfig
 
 INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+FLOAT_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 class SourceTensor(ABC):
@@ -41,6 +52,10 @@ class SourceTensor(ABC):
         """Write it into `out`, whatever float type and device that has."""
         out.copy_(self.tensor())
 
+    @abstractmethod
+    def release(self, keep: object = None) -> None:
+        """Give its pages of the mapped file back to the system, unless `keep` is a view of them."""
+
 
 @dataclass(slots=True)
 class FloatTensor(SourceTensor):
@@ -48,6 +63,7 @@ class FloatTensor(SourceTensor):
 
     name: str
     view: torch.Tensor
+    file: SafetensorsFile | None = None  # what `view` is a view of
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -62,6 +78,12 @@ class FloatTensor(SourceTensor):
     def tensor(self) -> torch.Tensor:
         """The view."""
         return self.view
+
+    def release(self, keep: object = None) -> None:
+        """Unless `keep` begins where the view does."""
+        is_kept = isinstance(keep, torch.Tensor) and keep.data_ptr() == self.view.data_ptr()
+        if self.file is not None and not is_kept:
+            self.file.release(self.view)
 
 
 @dataclass(slots=True)
@@ -101,8 +123,8 @@ class BlockTensor(SourceTensor):
         else:
             out.copy_(self.tensor())
 
-    def release(self) -> None:
-        """Give its pages of the mapped file back to the system."""
+    def release(self, keep: object = None) -> None:
+        """Whatever is kept was copied."""
         if self.file is not None:
             self.file.release(self.data.numpy())
 
@@ -147,6 +169,8 @@ class FolderSource(WeightSource):
         if index.is_file():
             return self._read_indexed(read_json(index).get("weight_map"))
         files = sorted(self.path.glob("*.safetensors"))
+        if self.path / SINGLE_FILE in files:  # some folders hold the weights in two formats
+            files = [self.path / SINGLE_FILE]
         if not files:
             raise ModelLoadError(self._why_nothing())
         found: dict[str, SourceTensor] = {}
@@ -189,16 +213,49 @@ class FolderSource(WeightSource):
 
 def _open_safetensors(path: Path) -> dict[str, SourceTensor]:
     """Views of all tensors of one file; nothing is read yet."""
-    from safetensors import SafetensorError, safe_open
+    file = SafetensorsFile(path)
+    found: dict[str, SourceTensor] = {}
+    for name, dtype, shape, start, stop in file.entries:
+        if dtype not in FLOAT_DTYPES:
+            raise ModelLoadError(f"{path}: {name!r} is stored as {dtype}, only floats can be read")
+        flat = torch.empty(0, dtype=FLOAT_DTYPES[dtype])
+        if start < stop:
+            count = (stop - start) // flat.itemsize
+            flat = torch.frombuffer(file.data, dtype=flat.dtype, count=count, offset=start)
+        found[name] = FloatTensor(name, flat.view(shape), file)
+    return found
 
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            found: dict[str, SourceTensor] = {}
-            for name in file.keys():
-                found[name] = FloatTensor(name, file.get_tensor(name))
-            return found
-    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+
+class SafetensorsFile:
+    """A mapped safetensors file. It stays mapped as long as the object or a view of a tensor lives.
+
+    entries: (name, type, shape, first byte, byte after the last), in the order of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="np"):  # checks all lengths, types and offsets
+                pass
+            with path.open("rb") as file:
+                begin = 8 + int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(begin - 8))
+                # Copy-on-write: torch takes views of it without a warning about read-only memory.
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (SafetensorError, OSError, ValueError, RecursionError) as error:
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+        header.pop("__metadata__", None)
+        spans = {name: [begin + at for at in e["data_offsets"]] for name, e in header.items()}
+        self.entries = sorted(
+            ((name, e["dtype"], e["shape"], *spans[name]) for name, e in header.items()),
+            key=lambda entry: entry[3:],
+        )
+        self._address = np.frombuffer(self.data, np.uint8).ctypes.data
+
+    def release(self, view: torch.Tensor) -> None:
+        """Let the pages behind a view leave the process: the next read asks the file again."""
+        start = (view.data_ptr() - self._address) // MAPPED_AT_ONCE * MAPPED_AT_ONCE
+        stop = align_ceil(view.data_ptr() - self._address + view.nbytes, MAPPED_AT_ONCE)
+        self.data.madvise(mmap.MADV_DONTNEED, start, min(stop, len(self.data)) - start)
 
 
 _GGUF_NAMES = {

@@ -20,7 +20,7 @@ from minisgl.quant import Weight
 from minisgl.utils.errors import ModelLoadError
 
 from .blocks import CausalLM
-from .sources import BlockTensor, SourceTensor, close_sources, open_source
+from .sources import SourceTensor, close_sources, open_source
 
 Progress = Callable[[int, int], None]
 Pack = Callable[[str, list[SourceTensor]], Weight | None]
@@ -182,8 +182,7 @@ def load_model_weights(
             weight = _assemble(slot, shape, torch.device(device), stored_as, model, tp_info)
         setattr(owner, attribute, weight)
         for part in slot.ordered:
-            if isinstance(part, BlockTensor):
-                part.release()
+            part.release(keep=weight)
             done += part.nbytes
         if progress is not None:
             progress(done, total)
