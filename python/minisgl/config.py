@@ -78,7 +78,9 @@ class EngineConfig:
     that weights and KV may take; `num_page_override` sets the number of pages directly.
     `num_threads` 0 follows the process's CPU affinity and its cgroup. `quant` "auto" keeps
     quantised files packed on a CPU unless `dtype` is float32 by name; "none" makes floats of them;
-    "q4" and "q8" also pack float files.
+    "q4" and "q8" also pack float files. `revision` pins a hub model; `kv_dtype` is how K and V are
+    stored; `sampling_defaults` "model" lets `generation_config.json` decide what a request does not
+    say.
     """
 
     model_path: str
@@ -101,6 +103,9 @@ class EngineConfig:
     num_threads: int = 0
     quant: str = AUTO
     random_seed: int | None = None
+    revision: str | None = None
+    kv_dtype: Any = AUTO
+    sampling_defaults: str = "model"
 
     def __post_init__(self) -> None:
         _require(
@@ -118,6 +123,13 @@ class EngineConfig:
             self.quant in (AUTO, "none", "q4", "q8"),
             f"quant (--quant) must be auto, none, q4 or q8, got {shown(self.quant)}",
         )
+        _require(
+            self.sampling_defaults in ("model", "none"),
+            "sampling_defaults (--sampling-defaults) must be model or none, "
+            f"got {shown(self.sampling_defaults)}",
+        )
+        if self.revision is not None:
+            _check_word("revision", "--revision", self.revision)
         _require(
             isinstance(self.use_dummy_weight, bool),
             f"use_dummy_weight must be True or False, got {shown(self.use_dummy_weight)}",

@@ -21,6 +21,7 @@ class ScriptedLLM:
     """
 
     made: ClassVar[list[ScriptedLLM]] = []
+    default_sampling_params: ClassVar[SamplingParams] = SamplingParams()
 
     def __init__(self, model: str, **options: Any) -> None:
         if model == "missing":
@@ -36,8 +37,9 @@ class ScriptedLLM:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def chat_prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.encode(" ".join(f"{m['role']}:{m['content']}" for m in messages))
+    def chat_prompt(self, messages: list[dict[str, str]], **template_args: Any) -> list[int]:
+        said = [f"{m['role']}:{m['content']}" for m in messages]
+        return self.encode(" ".join([*said, *(f"{k}={v}" for k, v in template_args.items())]))
 
     def stream(self, prompts: list[list[int]], sampling: SamplingParams) -> Iterator[StreamEvent]:
         texts = [bytes(prompt).decode() for prompt in prompts]

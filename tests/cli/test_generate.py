@@ -61,6 +61,23 @@ def test_flags_reach_the_engine_and_the_request(
     }
 
 
+def test_a_flag_goes_before_what_the_model_advises_and_that_before_what_is_usual(
+    scripted: list[ScriptedLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advised = SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.1)
+    monkeypatch.setattr(ScriptedLLM, "default_sampling_params", advised)
+    assert exit_code("generate", "x", "-q", "--temperature", "0", "--max-tokens", "9") == 0
+    assert scripted[0].calls[0][1] == SamplingParams(
+        max_tokens=9, temperature=0.0, top_k=20, repetition_penalty=1.1, stop=[]
+    )
+
+
+def test_variables_of_the_template_are_json_or_text(scripted: list[ScriptedLLM]) -> None:
+    argv = ["--template-arg", "enable_thinking=false", "--template-arg", "tone=dry=er"]
+    assert exit_code("generate", "x", "-q", "--chat", *argv) == 0
+    assert scripted[0].calls[0][0] == ["user:x enable_thinking=False tone=dry=er"]
+
+
 def test_what_is_not_given_is_left_to_the_engine(scripted: list[ScriptedLLM]) -> None:
     assert exit_code("generate", "x", "-q") == 0
     llm = scripted[0]

@@ -237,8 +237,22 @@ def test_dtype_says_how_weights_and_kv_are_stored(make_engine: MakeEngine, dtype
     assert torch.allclose(logits.float(), exact, atol=0.5)
 
 
-def make_given(make_engine: MakeEngine) -> Engine:
-    engine = make_engine()
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_k_and_v_may_be_stored_in_a_type_of_their_own(
+    make_engine: MakeEngine, dtype: str, kv_dtype: Any
+) -> None:
+    engine = make_engine(dtype=dtype, kv_dtype=kv_dtype)
+    stored = kv_dtype if isinstance(kv_dtype, torch.dtype) else getattr(torch, kv_dtype)
+    assert (engine.dtype, engine.kv_cache._kv_buffer.dtype) == (getattr(torch, dtype), stored)
+    give_rows(engine, (0, 0))
+    logits = by_hand(engine, Batch([request([5, 6, 7], 0)], "prefill"))
+    exact = by_hand(make_given(make_engine, dtype), Batch([request([5, 6, 7], 0)], "prefill"))
+    assert torch.allclose(logits.float(), exact.float(), atol=0.05)
+
+
+def make_given(make_engine: MakeEngine, dtype: str = "float32") -> Engine:
+    engine = make_engine(dtype=dtype, kv_dtype="float32")
     give_rows(engine, (0, 0))
     return engine
 

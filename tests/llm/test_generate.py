@@ -53,6 +53,32 @@ def test_an_llm_is_a_scheduler(llm: LLM) -> None:
     assert not llm.token_pool.is_inference() and not llm.engine.page_table.is_inference()
 
 
+def test_what_the_authors_advise_counts_where_a_call_is_silent(
+    tmp_path: Path, make_llm: MakeLLM
+) -> None:
+    folder = write_model(tmp_path)
+    advice = {"do_sample": True, "temperature": 0.7, "top_k": 3, "eos_token_id": [EOS_2]}
+    (folder / "generation_config.json").write_text(json.dumps(advice))
+    llm = make_llm(folder)
+    assert llm.default_sampling_params == SamplingParams(temperature=0.7, top_k=3)
+    assert EOS_2 in llm.tokenizer.eos_token_ids
+    asked: list[SamplingParams] = []
+    receive = llm.receive_msg
+
+    def watch(blocking: bool = False) -> Any:
+        msgs = receive(blocking=blocking)
+        asked.extend(msg.sampling_params for msg in msgs)
+        return msgs
+
+    llm.receive_msg = watch  # type: ignore[method-assign]
+    llm.generate(["a"])
+    llm.generate(["a"], SamplingParams(max_tokens=2))
+    assert [(p.temperature, p.top_k) for p in asked] == [(0.7, 3), (0.0, -1)]
+    plain = make_llm(folder, sampling_defaults="none")
+    assert plain.default_sampling_params == SamplingParams()
+    assert EOS_2 in plain.tokenizer.eos_token_ids
+
+
 def test_answers_come_in_order_with_text_and_token_ids(llm: LLM) -> None:
     results = llm.generate(TEXTS, greedy(7))
     assert len(results) == 3

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from minisgl.message import TokenizeMsg, UserMsg
+from minisgl.message import BaseTokenizerMsg, TokenizeMsg, UserMsg
 from minisgl.params import ChatTemplateError, InvalidRequestError, SamplingParams
 from minisgl.tokenizer import ChatTemplate, TokenizeManager, Tokenizer, load_tokenizer, sandbox
 
@@ -329,6 +331,62 @@ def test_each_message_gets_its_ids_or_its_own_error(tokenizer: Tokenizer) -> Non
     assert str(found[2]) == "the prompt is empty: it has no tokens"
     assert found[7].tolist() == [2]  # type: ignore[union-attr]
     assert UserMsg(0, first, params).input_ids.tolist() == [19556, 905, 17]
+
+
+def test_tools_and_variables_of_a_request_reach_its_template(write_folder: Any) -> None:
+    source = (
+        "{{ tools | length if tools else 'none' }} {{ enable_thinking | default('unset') }} "
+        "{{ add_generation_prompt }} {{ messages[0].content }}"
+    )
+    found = load_tokenizer(write_folder({"chat_template.jinja": source}))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "none unset True Hello"),
+        ({"tools": [{"name": "f"}]}, "1 unset True Hello"),
+        ({"template_args": {"enable_thinking": False}}, "none False True Hello"),
+        ({"template_args": {"add_generation_prompt": False}}, "none unset False Hello"),
+        # names that mean something to us are only variables, and never win over the real values
+        (
+            {"template_args": {"messages": 1, "self": 2, "tokenize": True, "tools": 3}},
+            "none unset True Hello",
+        ),
+    ]
+    for fields, expected in cases:
+        message = TokenizeMsg(0, HELLO, SamplingParams(), **fields)
+        assert BaseTokenizerMsg.decoder(message.encoder()) == message
+        ids = TokenizeManager(found).tokenize([message])[0]
+        assert isinstance(ids, np.ndarray), ids
+        assert ids.tolist() == found.encode_rendered(expected)
+
+
+def test_a_template_of_its_own_for_tools_is_taken_when_there_are_tools(
+    write_folder: Any, tmp_path: Path
+) -> None:
+    listed = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    add_tiny_vocabulary(writer)
+    writer.add_chat_template(listed)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    beside = write_folder({"chat_template.jinja": "D"}, "beside")
+    (beside / "additional_chat_templates").mkdir()
+    (beside / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    listing = write_folder({"tokenizer_config.json": {"chat_template": listed}}, "listed")
+    for place in (beside, listing, tmp_path / "m.gguf"):
+        found = load_tokenizer(place)
+        assert found.apply_chat_template(HELLO) == "D"
+        assert found.apply_chat_template(HELLO, [{"name": "f"}]) == "T"
+    one = load_tokenizer(write_folder({"chat_template.jinja": "D"}, "one"))
+    assert one.apply_chat_template(HELLO, [{"name": "f"}]) == "D"
+
+
+def add_tiny_vocabulary(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b", "ab", "<s>"])
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([1, 1, 1, 3])
 
 
 def test_a_foreign_tokenizer_that_breaks_spoils_only_its_message(tokenizer: Tokenizer) -> None:

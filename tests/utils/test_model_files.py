@@ -71,17 +71,6 @@ def test_an_empty_folder_and_nothing_at_all_are_named(tmp_path: Path) -> None:
         resolve_model("models/absent.gguf")
 
 
-def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        ModelLoadError, match=r"no path 'org/absent', and it cannot be fetched"
-    ) as e:
-        resolve_model("org/absent")
-    assert "pass a local folder" in str(e.value)
-
-
 def test_a_path_that_exists_wins_over_a_hub_id_and_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

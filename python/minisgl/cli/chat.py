@@ -13,7 +13,12 @@ from .output import Stats, cut_hint, dim, note, opened, stream_out, write
 def run(args: argparse.Namespace) -> int:
     """Talk until the user ends the session."""
     with opened(args) as llm:
-        chat = Chat(llm, sampling_params(args), system=args.system)
+        chat = Chat(
+            llm,
+            sampling_params(args, llm.default_sampling_params),
+            system=args.system,
+            template_args=dict(args.template_args),
+        )
 
         def answer(text: str) -> None:
             stats = Stats()

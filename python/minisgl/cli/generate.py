@@ -61,15 +61,16 @@ class _Answer:
 
 def run(args: argparse.Namespace) -> int:
     """Answer the prompts of the command line, a file or standard input."""
-    if args.system is not None and not args.chat:
-        raise ConfigError("--system needs --chat: a plain prompt has no system message")
+    if not args.chat and (args.system is not None or args.template_args):
+        flag = "--system" if args.system is not None else "--template-arg"
+        raise ConfigError(f"{flag} needs --chat: a plain prompt has no chat template")
     prompts = read_prompts(args)
     with opened(args) as llm:
         inputs = [_model_input(llm, args, prompt) for prompt in prompts]
         answers = [_Answer(index, prompt) for index, prompt in enumerate(prompts)]
         stats = Stats()
         try:
-            stream = llm.stream(inputs, sampling_params(args))
+            stream = llm.stream(inputs, sampling_params(args, llm.default_sampling_params))
         except InvalidRequestError as error:  # of a single prompt the number says nothing
             is_single = len(prompts) == 1
             text = str(error).removeprefix("prompt 0: ") if is_single else str(error)
@@ -91,7 +92,7 @@ def _model_input(llm: LLM, args: argparse.Namespace, prompt: str) -> list[int]:
     messages = [{"role": "user", "content": prompt}]
     if args.system is not None:
         messages.insert(0, {"role": "system", "content": args.system})
-    return llm.chat_prompt(messages)
+    return llm.chat_prompt(messages, **dict(args.template_args))
 
 
 def _print_many(

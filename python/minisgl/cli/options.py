@@ -7,6 +7,7 @@ mention, and a value without meaning is refused here, before anything is loaded.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 from typing import Any
@@ -32,8 +33,21 @@ def parse_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 4G") from error
 
 
+def parse_template_arg(text: str) -> tuple[str, Any]:
+    """(name, value) of `enable_thinking=false`; what is not JSON is a text."""
+    name, is_given, value = text.partition("=")
+    if not is_given or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except (ValueError, RecursionError):
+        return name, value
+
+
 _ENGINE = (  # field, its flags, type, what the value is called, help
-    ("dtype", "--dtype", str, "TYPE", "auto, float32, bfloat16 or float16"),
+    ("revision", "--revision", str, "REV", "branch, tag or commit of a hub model"),
+    ("dtype", "--dtype", str, "TYPE", "of weights: auto, float32, bfloat16 or float16"),
+    ("kv_dtype", "--kv-dtype", str, "TYPE", "of K and V: auto, float32, bfloat16 or float16"),
     (
         "quant",
         "--quant",
@@ -78,6 +92,13 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
         "choice), 0: each on its own (default 0)",
     ),
     (
+        "sampling_defaults",
+        "--sampling-defaults",
+        str,
+        "WHOSE",
+        "model: what its authors advise counts where a request is silent; none (default model)",
+    ),
+    (
         "attention_backend",
         "--attention-backend --attn",
         str,
@@ -89,24 +110,49 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, shell: bool = False) -> None:
     """Add the flags of `SamplingParams`; `shell` takes its defaults from the environment."""
-    group = parser.add_argument_group("how tokens are chosen")
-    add = group.add_argument
-    default: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS, "temperature": 0.0}
-    default |= {"top_k": -1, "top_p": 1.0}
-    if shell:
-        default = {name: getattr(ENV, f"SHELL_{name.upper()}").value for name in default}
-    parser.set_defaults(**default)
-    said = "(default %(default)s)"
-    add("--max-tokens", type=int, metavar="N", help=f"longest answer {said}")
-    add("--temperature", type=float, metavar="T", help=f"0: always the likeliest token {said}")
-    add("--top-k", type=int, metavar="K", help=f"only the K likeliest tokens, -1: all {said}")
-    add(
-        "--top-p", type=float, metavar="P", help=f"only the likeliest of total probability P {said}"
+    group = parser.add_argument_group(
+        "how tokens are chosen",
+        "What is not given is as the model's authors advise, if they do, and else the default.",
     )
-    add("--min-p", type=float, metavar="P", default=0.0, help="only P times as likely as the first")
+    unset = argparse.SUPPRESS
+    usual: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS, "temperature": 0.0}
+    usual |= {"top_k": -1, "top_p": 1.0, "min_p": 0.0}
+    if shell:
+        variables = {name: getattr(ENV, f"SHELL_{name.upper()}", None) for name in usual}
+        usual |= {name: var.value for name, var in variables.items() if var}
+        is_set = {name: v.value for name, v in variables.items() if v and v.value != v.default}
+        parser.set_defaults(**is_set)
+    parser.set_defaults(usual=usual, max_tokens=usual["max_tokens"])
+
+    def add(flag: str, **options: Any) -> None:
+        name = flag.removeprefix("--").replace("-", "_")
+        options["help"] += f" (default {usual[name]})" if name in usual else ""
+        if name in usual and parser.get_default(name) is None:
+            options["default"] = unset
+        group.add_argument(flag, **options)
+
+    add("--max-tokens", type=int, metavar="N", help="longest answer")
+    add("--temperature", type=float, metavar="T", help="0: always the likeliest token")
+    add("--top-k", type=int, metavar="K", help="only the K likeliest tokens, -1: all")
+    add("--top-p", type=float, metavar="P", help="only the likeliest of total probability P")
+    add("--min-p", type=float, metavar="P", help="only P times as likely as the first")
     add("--seed", type=int, metavar="N", help="the same seed draws the same tokens")
     add("--stop", action="append", metavar="TEXT", default=[], help="end at TEXT; may be repeated")
     add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+
+
+def add_chat_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a conversation."""
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--template-arg",
+        dest="template_args",
+        action="append",
+        type=parse_template_arg,
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of the chat template, such as enable_thinking=false; may be repeated",
+    )
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -136,9 +182,15 @@ def add_quiet_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="no statistics, no progress")
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The `SamplingParams` that the flags mean."""
-    return SamplingParams(**{name: getattr(args, name) for name in _SAMPLING})
+def sampling_params(
+    args: argparse.Namespace, advised: SamplingParams | None = None
+) -> SamplingParams:
+    """What the flags mean; where they are silent, what is `advised` goes before what is usual."""
+    usual = SamplingParams()
+    advised = advised or usual
+    values = dict(args.usual)
+    values |= {name: v for name, v in vars(advised).items() if v != getattr(usual, name)}
+    return SamplingParams(**(values | {n: getattr(args, n) for n in _SAMPLING if n in args}))
 
 
 def check_sampling(args: argparse.Namespace) -> None:

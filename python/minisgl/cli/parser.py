@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from minisgl.cli.options import (
+    add_chat_flags,
     add_engine_flags,
     add_quiet_flag,
     add_sampling_flags,
@@ -76,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         parser.prog += f" {argv[0]}"  # its help has the flags
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if "temperature" in args:
+    if "usual" in args:
         check_sampling(args)
     return args
 
@@ -126,7 +127,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
         help="one prompt per line, blank lines are skipped; - is stdin",
     )
     parser.add_argument("--chat", action="store_true", help="use the model's chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    add_chat_flags(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object per prompt and line")
     add_quiet_flag(parser)
     add_sampling_flags(parser)
@@ -143,7 +144,7 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
         description=f"{summary[0].upper()}{summary[1:]}. Reads one message per line when piped.",
     )
     parser.set_defaults(module="minisgl.cli.chat")
-    parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_chat_flags(parser)
     add_quiet_flag(parser)
     add_sampling_flags(parser, shell=True)
     add_engine_flags(parser)

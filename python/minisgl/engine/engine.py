@@ -74,7 +74,7 @@ class Engine:
         )
         set_rope_device(self.device)
         free_before = free_memory(self.device)
-        self.model_path = resolve_model(config.model_path).path
+        self.model_path = resolve_model(config.model_path, config.revision).path
         self.model_config = load_model_config(self.model_path)
         self.vocab_size = self.model_config.vocab_size
         self.dtype, self.kv_dtype = self._choose_dtypes()
@@ -96,17 +96,17 @@ class Engine:
         """How float weights, and K and V, are stored: as asked, else the checkpoint's type.
 
         On a CPU "auto" takes the checkpoint's type and float16 K and V where the native kernels can
-        read them, else float32.
+        read them, else float32. K and V follow a `dtype` that is given by name.
         """
         asked, checkpoint = self.config.dtype, self.model_config.dtype
+        is_given = asked not in (None, AUTO)
         if self.device.type != "cpu":
-            dtype = resolve_dtype(asked, resolve_dtype(checkpoint, torch.bfloat16))
-            return dtype, dtype
-        if asked not in (None, AUTO):
-            return resolve_dtype(asked), resolve_dtype(asked)
-        if native.available():
-            return resolve_dtype(checkpoint, torch.float32), torch.float16
-        return torch.float32, torch.float32
+            dtype = kv_dtype = resolve_dtype(asked, resolve_dtype(checkpoint, torch.bfloat16))
+        elif is_given or not native.available():
+            dtype = kv_dtype = resolve_dtype(asked)
+        else:
+            dtype, kv_dtype = resolve_dtype(checkpoint, torch.float32), torch.float16
+        return dtype, resolve_dtype(self.config.kv_dtype, kv_dtype, "kv_dtype (--kv-dtype)")
 
     def _choose_pack(self) -> Pack | None:
         """What packs a matrix while it loads; a float32 model asked for by name stays floats."""

@@ -27,7 +27,7 @@ from minisgl.params import (
     SamplingParams,
 )
 from minisgl.scheduler import Scheduler
-from minisgl.tokenizer import load_tokenizer
+from minisgl.tokenizer import load_tokenizer, sampling_defaults
 from minisgl.utils.model_files import resolve_model
 
 from .answer import Answer, StreamEvent
@@ -53,8 +53,13 @@ class LLM(Scheduler):
         **config_fields: Any,
     ) -> None:
         config = _make_config(model_path, dtype, config_fields)
-        load_model_config(config.model_path)  # opens the model's file, once for the next two
-        self.tokenizer = load_tokenizer(resolve_model(config.model_path).path)
+        model = resolve_model(config.model_path, config.revision)
+        config = dataclasses.replace(config, model_path=str(model.path), revision=None)
+        load_model_config(model.path)  # opens the model's file, once for the next two
+        self.tokenizer = load_tokenizer(model.path)
+        self.default_sampling_params = SamplingParams()
+        if config.sampling_defaults == "model":
+            self.default_sampling_params = SamplingParams(**sampling_defaults(model.path))
         engine = Engine(config, progress)
         self._inbox: list[BaseBackendMsg] = []
         self._answers: dict[int, Answer] = {}
@@ -73,7 +78,8 @@ class LLM(Scheduler):
     ) -> list[dict[str, Any]]:
         """Answer every prompt, in order: `{"text", "token_ids", "finish_reason"}`, without EOS.
 
-        prompts: texts, or lists of token ids. sampling_params: one for all, or one for each. Raises
+        prompts: texts, or lists of token ids. sampling_params: one for all, or one for each, or
+        None for `default_sampling_params` (what the model's authors advise, else greedy). Raises
         `InvalidRequestError` (a `ValueError`) before any work if one of them cannot run. An answer
         that failed on the way has "finish_reason" "error" and the reason under "error".
         """
@@ -118,11 +124,13 @@ class LLM(Scheduler):
         if self._is_streaming:
             raise InvalidRequestError("this LLM is busy: finish or close the stream that it runs")
 
-    def chat_prompt(self, messages: list[dict[str, Any]], **template_args: Any) -> list[int]:
-        """Token ids of a conversation in the model's own format, ready for its next answer."""
-        return self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, **template_args
-        )
+    def chat_prompt(self, messages: list[dict[str, Any]], /, **template_args: Any) -> list[int]:
+        """Token ids of a conversation in the model's own format, ready for its next answer.
+
+        template_args: variables of the model's template, such as `tools`, `enable_thinking`, or
+        `add_generation_prompt`.
+        """
+        return self.tokenizer.apply_chat_template(messages, **{**template_args, "tokenize": True})
 
     def _run(self, call: int) -> Iterator[StreamEvent]:
         with self._call_lock:
@@ -167,7 +175,7 @@ class LLM(Scheduler):
                 "prompts",
             )
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params = [sampling_params or SamplingParams()] * len(prompts)
+            params = [sampling_params or self.default_sampling_params] * len(prompts)
         elif isinstance(sampling_params, (list, tuple)):
             params = list(sampling_params)
         else:

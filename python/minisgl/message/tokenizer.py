@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.params import FinishReason, SamplingParams
@@ -23,11 +23,17 @@ class BatchTokenizerMsg(BaseTokenizerMsg):
 
 @dataclass(eq=False)
 class TokenizeMsg(BaseTokenizerMsg):
-    """A request as text, or as a list of chat messages (`{"role", "content"}`)."""
+    """A request as text, or as a list of chat messages (`{"role", "content"}`).
+
+    tools: functions that the model may call, for its chat template. template_args: other variables
+    of the template, such as `enable_thinking`.
+    """
 
     uid: int
     text: str | list[dict[str, Any]]
     sampling_params: SamplingParams
+    tools: list[dict[str, Any]] | None = None
+    template_args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)

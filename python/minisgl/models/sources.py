@@ -172,7 +172,7 @@ class FolderSource(WeightSource):
         if self.path / SINGLE_FILE in files:  # some folders hold the weights in two formats
             files = [self.path / SINGLE_FILE]
         if not files:
-            raise ModelLoadError(self._why_nothing())
+            raise ModelLoadError(f"{self.path} has no *.safetensors files")
         found: dict[str, SourceTensor] = {}
         for file in files:
             for name, tensor in _open_safetensors(file).items():
@@ -200,15 +200,6 @@ class FolderSource(WeightSource):
                     raise ModelLoadError(f"{self.path / file} lacks {name!r} of the index")
                 found[name] = stored[name]
         return found
-
-    def _why_nothing(self) -> str:
-        pickled = [p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth")]
-        if pickled:
-            return (
-                f"{self.path} has only pickled weights ({', '.join(sorted(pickled)[:3])}), which "
-                "could run code when loaded: convert them to safetensors"
-            )
-        return f"{self.path} has no *.safetensors files"
 
 
 def _open_safetensors(path: Path) -> dict[str, SourceTensor]:

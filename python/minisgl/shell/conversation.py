@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from minisgl.params import EngineError, InvalidRequestError, SamplingParams
 
@@ -15,11 +15,21 @@ if TYPE_CHECKING:
 class Chat:
     """The messages so far, and the model that answers them.
 
+    template_args: variables of the model's chat template.
+
     Each turn sends the whole conversation again; the prefix cache makes the old part free.
     """
 
-    def __init__(self, llm: LLM, sampling: SamplingParams, *, system: str | None = None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        sampling: SamplingParams,
+        *,
+        system: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> None:
         self.llm = llm
+        self.template_args = dict(template_args or {})
         self.sampling = sampling
         self.system = system
         self.messages: list[dict[str, str]] = []
@@ -46,7 +56,7 @@ class Chat:
         `InvalidRequestError`, one that fails on the way `EngineError`, and is forgotten.
         """
         question = self._message("user", text)
-        prompt = self.llm.chat_prompt([*self.messages, question])
+        prompt = self.llm.chat_prompt([*self.messages, question], **self.template_args)
         try:
             events = self.llm.stream([prompt], self.sampling)
         except InvalidRequestError as error:

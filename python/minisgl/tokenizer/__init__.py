@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .detokenize import DetokenizeManager, IncrementalDecoder, find_printable_text
+from .generation import sampling_defaults
 from .load import load_tokenizer
 from .stop import StopStringFilter
 from .tokenize import TokenizeManager
@@ -26,6 +27,7 @@ __all__ = [
     "Tokenizer",
     "find_printable_text",
     "load_tokenizer",
+    "sampling_defaults",
 ]
 
 

@@ -33,7 +33,7 @@ class ChatTemplate:
         except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
             raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """The prompt for `messages`; `ChatTemplateError` naming the cause if there can be none."""
         if not messages:
             raise ChatTemplateError("messages must not be empty", "messages")

@@ -45,12 +45,18 @@ def load_tokenizer(
         return _from_folder(model.path)
     gguf = open_gguf(model.path)
     backend, special = tokenizer_from_gguf(gguf, pre_tokenizer)
-    template = gguf.metadata.get("tokenizer.chat_template")
+    template, tool_template = (
+        value
+        if isinstance(value := gguf.metadata.get(f"tokenizer.chat_template{name}"), str)
+        else None
+        for name in ("", ".tool_use")
+    )
     return Tokenizer(
         backend,
         special,
         name_or_path=str(model_path),
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=template,
+        tool_template=tool_template,
     )
 
 
@@ -69,11 +75,13 @@ def _from_folder(folder: Path) -> Tokenizer:
     special = _special_tokens(folder, config)
     _add_listed_tokens(backend, config)
     _apply_edge_flags(backend, config, special)
+    template, tool_template = _chat_templates(folder, config)
     return Tokenizer(
         backend,
         special,
         name_or_path=str(folder),
-        chat_template=_chat_template(folder, config),
+        chat_template=template,
+        tool_template=tool_template,
         more_eos_ids=_configured_eos_ids(folder),
     )
 
@@ -135,22 +143,32 @@ def _apply_edge_flags(
     set_edges(backend, *edges)
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """From chat_template.jinja, else chat_template.json, else tokenizer_config.json."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            if file.stat().st_size > MAX_TEMPLATE_BYTES:
-                raise TokenizerError(f"{file} has more than {MAX_TEMPLATE_BYTES} bytes")
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"{file} cannot be read: {error}") from error
+def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
+    """(template, template when there are tools) from *.jinja, JSON, or tokenizer_config.json."""
+    default = _read_template(folder / "chat_template.jinja")
+    if default is not None:
+        return default, _read_template(folder / "additional_chat_templates" / "tool_use.jinja")
     found = _read_optional(folder / "chat_template.json").get("chat_template")
     found = config.get("chat_template") if found is None else found
+    named = {"default": found}
     if isinstance(found, list):  # several, by name
         named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    one, other = (
+        text if isinstance(text := named.get(name), str) else None
+        for name in ("default", "tool_use")
+    )
+    return one, other
+
+
+def _read_template(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    try:
+        if file.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise TokenizerError(f"{file} has more than {MAX_TEMPLATE_BYTES} bytes")
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{file} cannot be read: {error}") from error
 
 
 def _configured_eos_ids(folder: Path) -> list[int]:

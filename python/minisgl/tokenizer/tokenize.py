@@ -5,7 +5,7 @@ Invariant: each message gets its own answer, ids or a typed error; one never spo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ class TokenizeManager:
 
     def _one(self, msg: TokenizeMsg) -> IdsOrError:
         try:
-            ids = self.encode(msg.text)
+            ids = self.encode(msg.text, msg.tools, msg.template_args)
         except InvalidRequestError as error:
             return error
         except Exception:  # a foreign tokenizer, or a bug of ours: it must not end the others
@@ -42,14 +42,21 @@ class TokenizeManager:
             return InvalidRequestError("the prompt cannot be tokenized", "prompt")
         return np.array(ids, dtype=np.int32)
 
-    def encode(self, text: str | list[dict[str, Any]]) -> list[int]:
-        """The ids of a prompt or of a conversation; `InvalidRequestError` if there are none."""
+    def encode(
+        self,
+        text: str | list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The ids of a prompt or of a conversation; `InvalidRequestError` if there are none.
+
+        tools and template_args are for the conversation's template.
+        """
         if isinstance(text, str):
             ids = self.tokenizer.encode(text)
         elif isinstance(text, list):
-            rendered = self.tokenizer.apply_chat_template(
-                text, tokenize=False, add_generation_prompt=True
-            )
+            args = {"add_generation_prompt": True, **(template_args or {}), "tokenize": False}
+            rendered = self.tokenizer.apply_chat_template(text, **{**args, "tools": tools})
             ids = self._encode_rendered(rendered)
         else:
             raise InvalidRequestError("the prompt must be a text or a list of messages", "prompt")

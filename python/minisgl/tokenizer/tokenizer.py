@@ -43,7 +43,8 @@ class Encoding(dict[str, Any]):
 class Tokenizer:
     """Text to ids and back, for one model.
 
-    backend: the library's tokenizer. more_eos_ids: ids that end an answer besides the tokenizer's
+    backend: the library's tokenizer. tool_template: instead of `chat_template` if there are tools;
+    most models have one for both. more_eos_ids: ids that end an answer besides the tokenizer's
     own (from config.json and generation_config.json).
     """
 
@@ -54,6 +55,7 @@ class Tokenizer:
         *,
         name_or_path: str = "",
         chat_template: str | None = None,
+        tool_template: str | None = None,
         more_eos_ids: Iterable[int] = (),
     ) -> None:
         backend.no_padding()
@@ -62,6 +64,7 @@ class Tokenizer:
         self.special = special
         self.name_or_path = name_or_path
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.bos_token, self.eos_token = special.bos, special.eos
         self.pad_token, self.unk_token = special.pad, special.unk
         self.bos_token_id = self._id_or_none(special.bos)
@@ -136,7 +139,14 @@ class Tokenizer:
 
     @cached_property
     def _compiled_template(self) -> ChatTemplate:
-        if self.chat_template is None:
+        return self._compile(self.chat_template)
+
+    @cached_property
+    def _compiled_tool_template(self) -> ChatTemplate:
+        return self._compile(self.tool_template)
+
+    def _compile(self, source: str | None) -> ChatTemplate:
+        if source is None:
             raise ChatTemplateError(
                 f"the model {self.name_or_path} has no chat template: send a plain prompt, or put "
                 "a chat_template.jinja beside the model",
@@ -147,11 +157,12 @@ class Tokenizer:
         special = self.special
         named = {"bos": special.bos, "eos": special.eos, "pad": special.pad, "unk": special.unk}
         values = {f"{role}_token": token for role, token in named.items() if token is not None}
-        return ChatTemplate(self.chat_template, values)
+        return ChatTemplate(source, values)
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,  # kwargs come from requests, and may have any name
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
@@ -162,7 +173,9 @@ class Tokenizer:
 
         kwargs are variables of the template. `ChatTemplateError` if there is none or it fails.
         """
-        text = self._compiled_template.render(
+        has_own = bool(tools) and self.tool_template is not None
+        template = self._compiled_tool_template if has_own else self._compiled_template
+        text = template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, **kwargs
         )
         return self.encode_rendered(text) if tokenize else text

@@ -19,13 +19,12 @@ from typing import Any, Literal
 from .default_model import default_model_path
 from .errors import ModelLoadError
 from .gguf import is_gguf
+from .hub import PICKLES, fetch_from_hub
 
 MAX_JSON_BYTES = 1 << 26
 DEFAULT_MODEL_NAMES = ("default", "smollm2")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +105,16 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def resolve_model(path: str | os.PathLike[str]) -> ResolvedModel:
+def resolve_model(path: str | os.PathLike[str], revision: str | None = None) -> ResolvedModel:
     """Find the model meant by a folder, a .gguf file, "default", or a hub id `org/name`.
 
     "smollm2" is another name of the default. Something on disk wins over a name of the same
-    spelling. May fetch (default model, hub).
+    spelling. May fetch (default model, hub). revision: a branch, tag or commit of a hub model.
     """
     text = os.fspath(path)
     place = Path(text).expanduser()
+    if revision is not None and (place.exists() or not _HUB_ID.fullmatch(text)):
+        raise ModelLoadError(f"a revision (--revision) is of a hub model, and {text!r} is none")
     if text and place.is_dir():
         return _resolve_folder(place)
     if text and place.exists():
@@ -123,10 +124,11 @@ def resolve_model(path: str | os.PathLike[str]) -> ResolvedModel:
             f"{place} is not a GGUF file: pass a .gguf file or a folder with config.json"
         )
     if text.lower() in DEFAULT_MODEL_NAMES:
-        found = default_model_path()
-        return ResolvedModel("gguf", found, found.stem)
+        file = default_model_path()
+        return ResolvedModel("gguf", file, file.stem)
     if _HUB_ID.fullmatch(text) and not text.endswith(".gguf"):
-        return _resolve_hub(text)
+        found = _resolve_folder(fetch_from_hub(text, revision))
+        return ResolvedModel(found.kind, found.path, text)
     raise ModelLoadError(
         f"there is no model at {text!r}: pass a folder with config.json, a .gguf file, "
         '"default", or a hub id such as org/name'
@@ -141,7 +143,7 @@ def _resolve_folder(folder: Path) -> ResolvedModel:
     suffixes = {file.suffix.lower() for file in files}
     ggufs = [file for file in files if file.suffix.lower() == ".gguf"]
     if (folder / "config.json").is_file():
-        pickles = suffixes & set(_PICKLES)
+        pickles = suffixes & set(PICKLES)
         if pickles and ".safetensors" not in suffixes:
             raise ModelLoadError(
                 f"{folder} has only pickled weights ({', '.join(sorted(pickles))}), which can run "
@@ -156,24 +158,3 @@ def _resolve_folder(folder: Path) -> ResolvedModel:
     raise ModelLoadError(
         f"{folder} holds neither config.json nor a .gguf file: it is not a model folder"
     )
-
-
-def _resolve_hub(hub_id: str) -> ResolvedModel:
-    """The folder of a hub model: from the local hub cache if it is there, else fetched."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ModelLoadError(
-            f"there is no {hub_id!r} on disk, and fetching it from the hub needs the package "
-            "huggingface_hub"
-        ) from error
-    try:
-        folder = snapshot_download(hub_id, allow_patterns=_HUB_FILES)
-    except Exception as error:  # the client raises errors of many libraries; all mean the same here
-        raise ModelLoadError(
-            f"there is no path {hub_id!r}, and it cannot be fetched from the hub "
-            f"({type(error).__name__}): check the spelling and the network, or pass a local "
-            "folder or .gguf file"
-        ) from error
-    resolved = _resolve_folder(Path(folder))
-    return ResolvedModel(resolved.kind, resolved.path, hub_id)

@@ -24,15 +24,20 @@ DTYPES = {
 }
 
 
-def resolve_dtype(dtype: Any, default: torch.dtype = torch.float32) -> torch.dtype:
-    """The torch dtype meant by a name or a dtype object; "auto" and None mean `default`."""
+def resolve_dtype(
+    dtype: Any, default: torch.dtype = torch.float32, field: str = "dtype (--dtype)"
+) -> torch.dtype:
+    """The torch dtype meant by a name or a dtype object; "auto" and None mean `default`.
+
+    field: what a `ConfigError` calls it.
+    """
     if dtype is None or dtype == "auto":
         return default
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ConfigError(f"dtype (--dtype) must be auto, {', '.join(DTYPES)}, got {dtype!r}")
+        raise ConfigError(f"{field} must be auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[name]
 
 
