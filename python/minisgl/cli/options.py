@@ -17,6 +17,7 @@ from minisgl.env import ENV
 from minisgl.params import ConfigError, InvalidRequestError, SamplingParams
 
 DEFAULT_MODEL = "default"
+MODEL_HELP = "a folder, a .gguf file, a hub id, or default: SmolLM2-135M-Instruct"
 DEFAULT_MAX_TOKENS = 512
 
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
@@ -163,7 +164,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--model-path",
         default=DEFAULT_MODEL,
         metavar="MODEL",
-        help="a folder, a .gguf file, a hub id, or default: SmolLM2-135M-Instruct",
+        help=MODEL_HELP,
     )
     for dest, flags, kind, metavar, text in _ENGINE:
         group.add_argument(

@@ -142,9 +142,14 @@ def cut_hint(num_tokens: int, max_tokens: int, way_out: str = "") -> str:
     return f"(cut: the context is full{way_out})"
 
 
+def printable(text: str) -> str:
+    """The text without characters that steer a terminal."""
+    return text.translate(_UNPRINTABLE)
+
+
 def write(text: str) -> None:
     """Write a piece of an answer at once; on a terminal without its control characters."""
-    sys.stdout.write(text.translate(_UNPRINTABLE) if sys.stdout.isatty() else text)
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

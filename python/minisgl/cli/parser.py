@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from minisgl.cli.options import (
+    DEFAULT_MODEL,
+    MODEL_HELP,
     add_chat_flags,
     add_engine_flags,
     add_quiet_flag,
@@ -24,6 +26,7 @@ examples:
   minisgl chat                                 talk to it
   minisgl generate "Once upon a time"          continue a text
   minisgl generate --chat "Why is the sky blue?" --model path/to/model.gguf
+  minisgl inspect path/to/model.gguf           what it is, what it costs, what fits here
 
 `minisgl COMMAND --help` shows the flags and examples of one command."""
 
@@ -92,6 +95,7 @@ def build_parser() -> Parser:
     _add_generate(commands)
     _add_chat(commands)
     _add_demo(commands)
+    _add_inspect(commands)
     return parser
 
 
@@ -160,3 +164,17 @@ def _add_demo(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(module="minisgl.cli.demo")
     add_quiet_flag(parser)
     add_engine_flags(parser)
+
+
+def _add_inspect(commands: argparse._SubParsersAction[Parser]) -> None:
+    summary = "tell what a model is, what it costs, and what fits on this machine"
+    parser = commands.add_parser(
+        "inspect",
+        usage="minisgl inspect [MODEL] [options]",
+        help=summary,
+        epilog="examples:\n  minisgl inspect\n  minisgl inspect Qwen/Qwen3-0.6B",
+        description=f"{summary[0].upper()}{summary[1:]}. No weights are loaded.",
+    )
+    parser.set_defaults(module="minisgl.cli.inspect", verbose=False)
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub model")

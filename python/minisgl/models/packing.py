@@ -21,10 +21,15 @@ from .weights import Pack
 _TYPE_IDS = {name: type_id for type_id, (name, _, _) in TENSOR_TYPES.items()}
 
 
+def can_pack(part: SourceTensor) -> bool:
+    """Whether it is quantised in a way that stays packed."""
+    return isinstance(part, BlockTensor) and _type_id(part) in GGUF_FORMATS
+
+
 def pack_stored(name: str, parts: Sequence[SourceTensor]) -> Weight | None:
     """The parts of a matrix packed as they are stored; None if any of them is not quantised so."""
     blocks = [part for part in parts if isinstance(part, BlockTensor)]
-    if len(blocks) < len(parts) or any(_type_id(part) not in GGUF_FORMATS for part in blocks):
+    if not all(map(can_pack, parts)):
         return None
     packed = [_pack_rows(list(same)) for _, same in groupby(blocks, key=_type_id)]
     return packed[0] if len(packed) == 1 else StackedWeight(packed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 
 from minisgl.params import ChatTemplateError
 
@@ -29,9 +29,15 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template has over {MAX_SOURCE_CHARS} characters")
         self.special_tokens = dict(special_tokens or {})
         try:
-            self._template = _ENVIRONMENT.from_string(source)
+            self._tree = _ENVIRONMENT.parse(source)
+            self._template = _ENVIRONMENT.from_string(self._tree)
         except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
             raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
+
+    @property
+    def variables(self) -> set[str]:
+        """Names that the template reads and does not define itself."""
+        return meta.find_undeclared_variables(self._tree) - _ENVIRONMENT.globals.keys()
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """The prompt for `messages`; `ChatTemplateError` naming the cause if there can be none."""

@@ -150,7 +150,7 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, s
         return default, _read_template(folder / "additional_chat_templates" / "tool_use.jinja")
     found = _read_optional(folder / "chat_template.json").get("chat_template")
     found = config.get("chat_template") if found is None else found
-    named = {"default": found}
+    named: dict[Any, Any] = {"default": found}
     if isinstance(found, list):  # several, by name
         named = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}
     one, other = (

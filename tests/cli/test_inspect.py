@@ -1,0 +1,78 @@
+"""`minisgl inspect`: the page tells the truth about tiny models, and survives odd ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from minisgl.cli import main
+
+from tests.llm.tiny import write_model
+
+
+def page(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What is printed, spaces as one."""
+    assert main(["inspect", *argv]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path / "tiny", tie_word_embeddings=True)
+    template = "{{ messages }}{% if enable_thinking and tools %}x{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    advice = {"do_sample": True, "temperature": 0.6, "eos_token_id": [257, 258]}
+    (folder / "generation_config.json").write_text(json.dumps(advice))
+    found = page(capsys, str(folder))
+    num_weights = 260 * 64 + 64 + 2 * (2 * 64 + 4 * 64 * 16 * 3 + 3 * 64 * 96)
+    for fact in (
+        "name tiny Hugging Face folder",
+        "family llama",
+        "4 heads of 16 over 2 of keys and values",
+        "260 tokens, the head is the embedding",
+        "context 256 tokens",
+        f"float32 {num_weights / 1000:.1f} k parameters 32.00 bits each "
+        f"{num_weights * 4 / 1000:.1f} kB 20 tensors",
+        "BOS <bos> (256)",
+        "ends at <eos> (257), <end> (258)",
+        f"{len(template)} characters, understands enable_thinking, tools",
+        "advised sampling temperature 0.6",
+        "float16 256 B per token 65.5 kB for the whole context",
+        f"--dtype bfloat16 {num_weights * 2 / 1000:.1f} kB",
+    ):
+        assert fact in found, fact
+
+
+def test_the_page_of_the_default_model(
+    default_model_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = page(capsys)
+    for fact in (
+        f"GGUF file {default_model_path}",
+        "30 of width 576",
+        "Q4_1 106.2 M parameters 5.00 bits each 66.4 MB 210 tensors",
+        "all 134.5 M parameters",
+        "EOS <|im_end|> (2)",
+        "float32 46.1 kB per token",
+    ):
+        assert fact in found, fact
+
+
+def test_a_model_without_a_tokenizer_or_with_a_broken_template_has_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "odd")
+    (folder / "chat_template.jinja").write_text("{% for %} [red]\x1b[31m")
+    found = page(capsys, str(folder))
+    assert "chat template is broken" in found and "\x1b[31m" not in found
+    (folder / "tokenizer.json").unlink()
+    assert "cannot be used" in page(capsys, str(folder))
+
+
+def test_a_model_that_does_not_fit_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl.engine.device.free_memory", lambda device: 200_000)
+    found = page(capsys, str(write_model(tmp_path / "big")))
+    assert "--dtype float32 380.2 kB does not fit" in found
