@@ -12,12 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from minisgl.kernel import native
 from minisgl.models import (
     create_model,
     init_dummy_weights,
     load_model_config,
     load_model_weights,
     load_weight,
+    pack_floats,
     shard_tensor,
 )
 from minisgl.params import ModelLoadError
@@ -25,7 +27,9 @@ from minisgl.quant import FloatWeight
 
 from tests.llm.tiny import CONFIG, random_weights, write_model
 from tests.models.by_hand import ByHand
+from tests.resident import resident_bytes
 
+needs_native = pytest.mark.skipif(not native.available(), reason="built without native kernels")
 IDS = [5, 9, 200, 31, 7, 7, 64]
 
 
@@ -101,6 +105,65 @@ def test_progress_ends_at_the_total_and_pack_may_replace_matrices(tmp_path: Path
     assert seen[-1][0] == seen[-1][1] and seen == sorted(seen)
     assert packed == [f"model.layers.{i}.mlp.gate_up_proj.weight" for i in range(2)]
     assert isinstance(model.state_dict()[packed[0]], FloatWeight)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pack"),
+    [
+        (torch.float16, None),
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        pytest.param(torch.float16, pack_floats(8), marks=needs_native),
+    ],
+    ids=["mapped", "float32", "bfloat16", "packed"],
+)
+def test_pages_of_the_file_go_back_once_a_weight_was_copied_from_them(
+    tmp_path: Path, dtype: torch.dtype, pack: Any
+) -> None:
+    changes = {"hidden_size": 512, "intermediate_size": 1408, "head_dim": 128}
+    folder = write_model(tmp_path, **changes)
+    weights = {k: v.half() for k, v in random_weights({**CONFIG, **changes}).items()}
+    file = folder / "model.safetensors"
+    save_file(weights, file)
+    with torch.device("meta"):
+        model = create_model(load_model_config(folder))
+    sizes: list[int] = []
+    load_model_weights(
+        model,
+        folder,
+        device="cpu",
+        dtype=dtype,
+        progress=lambda *_: sizes.append(resident_bytes(file)),
+        pack=pack,
+    )
+    assert file.stat().st_size > 12_000_000
+    assert max(sizes) == 0
+    kept = [w for w in model.state_dict().values() if getattr(w, "dtype", None) is torch.float16]
+    for weight in kept:
+        weight.view(torch.uint8).sum()
+    in_place = sum(w.nbytes for n, w in weights.items() if "o_proj" in n or "down" in n)
+    in_place += 2 * weights["lm_head.weight"].nbytes
+    expected = in_place if dtype is torch.float16 and pack is None else 0
+    assert expected <= resident_bytes(file) < expected + (4 << 20)
+
+
+def test_one_file_of_that_name_goes_before_the_same_weights_in_another_layout(
+    tmp_path: Path,
+) -> None:
+    folder = write_model(tmp_path)
+    save_file({"tok_embeddings.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    load(folder)
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    with pytest.raises(ModelLoadError, match=r"has no place for tok_embeddings\.weight"):
+        load(folder)
+
+
+def test_weights_that_are_no_floats_are_named(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    weights = random_weights(CONFIG)
+    save_file({**weights, "model.norm.weight": torch.ones(64).char()}, folder / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"'model\.norm\.weight' is stored as I8"):
+        load(folder)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from minisgl.quant import StackedWeight, Weight
 from minisgl.quant.packed import GGUF_FORMATS, PackedWeight
+from minisgl.utils import zeros_as_used
 from minisgl.utils.gguf import TENSOR_TYPES
 
 from .sources import BlockTensor, FloatTensor, SourceTensor
@@ -47,11 +48,23 @@ def pack_floats(bits: int) -> Pack:
         if not all(isinstance(part, FloatTensor) for part in parts):
             return None
         is_vocabulary = name.endswith(("embed_tokens.weight", "lm_head.weight"))
-        tensors = [part.tensor() for part in parts]
-        whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        whole = parts[0].tensor() if len(parts) == 1 else _on_top(parts)
         return PackedWeight.from_float(whole, 8 if is_vocabulary else bits)
 
     return pack
+
+
+def _on_top(parts: Sequence[SourceTensor]) -> torch.Tensor:
+    """Float matrices on top of each other, in memory that goes back to the system at once.
+
+    Through malloc, the holes that such copies leave between the packed weights stay with us.
+    """
+    dtype, num_rows = parts[0].tensor().dtype, [part.shape[0] for part in parts]
+    whole = zeros_as_used((sum(num_rows), parts[0].shape[1]), dtype, "cpu")
+    for part, rows in zip(parts, whole.split(num_rows)):
+        part.copy_into(rows)
+        part.release()
+    return whole
 
 
 def _type_id(part: BlockTensor) -> int:

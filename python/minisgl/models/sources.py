@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from minisgl.quant.dequant import FLOAT_TYPES, dequantize, dequantize_into
-from minisgl.utils import align_ceil, cached_load_hf_config
+from minisgl.utils import cached_load_hf_config
 from minisgl.utils.errors import ModelLoadError
-from minisgl.utils.gguf import MAPPED_AT_ONCE, GGUFFile, GGUFTensor, open_gguf
+from minisgl.utils.gguf import GGUFFile, GGUFTensor, open_gguf
 from minisgl.utils.model_files import read_json, resolve_model
 
 from .config import ARCHITECTURES, ModelConfig
@@ -53,8 +52,8 @@ class SourceTensor(ABC):
         out.copy_(self.tensor())
 
     @abstractmethod
-    def release(self, keep: object = None) -> None:
-        """Give its pages of the mapped file back to the system, unless `keep` is a view of them."""
+    def release(self) -> None:
+        """Give the pages of the mapped file that were read for it back to the system."""
 
 
 @dataclass(slots=True)
@@ -79,11 +78,10 @@ class FloatTensor(SourceTensor):
         """The view."""
         return self.view
 
-    def release(self, keep: object = None) -> None:
-        """Unless `keep` begins where the view does."""
-        is_kept = isinstance(keep, torch.Tensor) and keep.data_ptr() == self.view.data_ptr()
-        if self.file is not None and not is_kept:
-            self.file.release(self.view)
+    def release(self) -> None:
+        """With all else of its file that was read."""
+        if self.file is not None:
+            self.file.release()
 
 
 @dataclass(slots=True)
@@ -123,8 +121,8 @@ class BlockTensor(SourceTensor):
         else:
             out.copy_(self.tensor())
 
-    def release(self, keep: object = None) -> None:
-        """Whatever is kept was copied."""
+    def release(self) -> None:
+        """Give its pages of the mapped file back to the system."""
         if self.file is not None:
             self.file.release(self.data.numpy())
 
@@ -240,13 +238,14 @@ class SafetensorsFile:
             ((name, e["dtype"], e["shape"], *spans[name]) for name, e in header.items()),
             key=lambda entry: entry[3:],
         )
-        self._address = np.frombuffer(self.data, np.uint8).ctypes.data
 
-    def release(self, view: torch.Tensor) -> None:
-        """Let the pages behind a view leave the process: the next read asks the file again."""
-        start = (view.data_ptr() - self._address) // MAPPED_AT_ONCE * MAPPED_AT_ONCE
-        stop = align_ceil(view.data_ptr() - self._address + view.nbytes, MAPPED_AT_ONCE)
-        self.data.madvise(mmap.MADV_DONTNEED, start, min(stop, len(self.data)) - start)
+    def release(self) -> None:
+        """Let what was read leave the process, all of it: the next read asks the file again.
+
+        A view that is kept was not read yet. What is mapped around a page that is read can be as
+        large as a huge page, so giving back tensor by tensor would leave much behind.
+        """
+        self.data.madvise(mmap.MADV_DONTNEED)
 
 
 _GGUF_NAMES = {

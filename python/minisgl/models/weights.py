@@ -182,7 +182,7 @@ def load_model_weights(
             weight = _assemble(slot, shape, torch.device(device), stored_as, model, tp_info)
         setattr(owner, attribute, weight)
         for part in slot.ordered:
-            part.release(keep=weight)
+            part.release()
             done += part.nbytes
         if progress is not None:
             progress(done, total)
