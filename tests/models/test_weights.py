@@ -64,6 +64,21 @@ def test_a_stored_tied_head_is_yielded_and_ignored_by_the_model(tmp_path: Path) 
     model.load_state_dict(dict(load_weight(folder, "cpu")))
 
 
+def test_a_tied_tensor_may_be_stored_under_either_name(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, tie_word_embeddings=True)
+    expected = load(folder).state_dict()
+    weights = random_weights({**CONFIG, "tie_word_embeddings": True})
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, folder / "model.safetensors")
+    got = load(folder).state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+    write_model(tmp_path / "untied")
+    save_file(weights, tmp_path / "untied" / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"missing model\.embed_tokens\.weight"):
+        load(tmp_path / "untied")
+
+
 def test_shards_are_read_by_the_index(tmp_path: Path) -> None:
     expected = dict(load_weight(write_model(tmp_path / "one"), "cpu"))
     folder = write_model(tmp_path / "two")

@@ -33,6 +33,7 @@ _MERGED = {
     "up_proj": ("gate_up_proj", 1),
 }
 _PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _USELESS = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 
@@ -161,6 +162,8 @@ def load_model_weights(
     """
     slots = plan_slots(open_source(path).tensors())
     owners = {name: (owner, attribute) for name, owner, attribute in model.slots()}
+    if model.config.tie_word_embeddings and EMBEDDING not in slots and HEAD in slots:
+        slots[EMBEDDING] = slots.pop(HEAD)  # of two names of one tensor, writers keep either
     _check_names(owners, slots, model.ignored_keys())
     tp_info = current_tp_info()
     total = sum(part.nbytes for name in owners for part in slots[name].ordered)
