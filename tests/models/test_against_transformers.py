@@ -27,6 +27,7 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -55,7 +56,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama one kv head": ("llama", {"num_key_value_heads": 1}),
     "llama no groups": ("llama", {"num_key_value_heads": 4, "head_dim": 20}),
-    "llama linear rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+    "llama linear rope": ("llama", {"rope_scaling": LINEAR}),
     "llama dynamic rope": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
     "llama yarn rope": ("llama", {"rope_scaling": YARN}),
     "llama yarn mscale": ("llama", {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 1}}),
@@ -71,6 +72,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe mixed": (
         "qwen3_moe",
         {**MOE, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [0]},
+    ),
+    "mistral tied yarn": ("mistral", {"tie_word_embeddings": True, "rope_scaling": YARN}),
+    "mixtral linear": ("mixtral", {**EXPERTS, "rope_scaling": LINEAR}),
+    "qwen2 tied yarn": ("qwen2", {"tie_word_embeddings": True, "rope_scaling": YARN}),
+    "qwen3 llama3 rope": ("qwen3", {"head_dim": 24, "rope_scaling": LLAMA3}),
+    "qwen3_moe tied dynamic": (
+        "qwen3_moe",
+        {
+            **MOE,
+            "tie_word_embeddings": True,
+            "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+        },
     ),
     "llama odd heads": ("llama", {"head_dim": 14}),
     "llama longrope": (
