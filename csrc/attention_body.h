@@ -29,16 +29,19 @@ struct RowState {
 };
 
 // One block of keys as a task sees it. Positions inside the block are counted from its first key.
-// kPacked: keys and values lie widened in scratch.
-template <KvKind kKind, bool kPacked>
+// kStored: what keys and values are when rows read them, floats if they lie widened in scratch;
+// kScaled: they are codes, or were. All kinds share what is compiled for widened ones.
+template <KvKind kStored, bool kScaled>
 struct KeyBlock {
-  static constexpr KvKind kStored = kPacked ? KvKind::kFloat32 : kKind;
   int64_t base;        // absolute position of the block's first key
   int64_t begin, end;  // what the tile sees of it
   bool full;           // every row sees every key
   const typename Element<kStored>::Turned* keys;
   const typename Element<kStored>::Type* values[kKeyBlock];
 };
+
+template <KvKind kKind, bool kPacked>
+using KeyBlockOf = KeyBlock<kPacked ? KvKind::kFloat32 : kKind, kKind == KvKind::kInt8>;
 
 // Working memory of a task, cut from AttentionTask::scratch.
 struct Scratch {
@@ -124,7 +127,7 @@ MINISGL_INLINE void prefetch_keys(const AttentionTask& task, int64_t kv_head,
 
 // Reads keys [begin, end) of the block and prepares its values.
 template <class V, KvKind kKind, bool kPacked>
-void load_block(const AttentionTask& task, const Scratch& s, KeyBlock<kKind, kPacked>* block) {
+void load_block(const AttentionTask& task, const Scratch& s, KeyBlockOf<kKind, kPacked>* block) {
   using T = typename Element<kKind>::Type;
   using Turned = typename Element<kKind>::Turned;
   const KVView& kv = *task.kv;
@@ -184,9 +187,9 @@ template <class V, int R>
 constexpr int kVecsOf = V::kSums / R >= 4 ? 4 : V::kSums / R >= 2 ? 2 : 1;
 
 // scores[row][key] for R rows and N vectors of keys from vector g on.
-template <class V, KvKind kKind, class Block, int R, int N>
-MINISGL_INLINE void score_tile(const Scratch& s, const Block& block, const float* q, int64_t dim,
-                               int g) {
+template <class V, int R, int N, KvKind kStored, bool kScaled>
+MINISGL_INLINE void score_tile(const Scratch& s, const KeyBlock<kStored, kScaled>& block,
+                               const float* q, int64_t dim, int g) {
   typename V::Vec acc[R][N];
   for (int r = 0; r < R; ++r) {
     for (int n = 0; n < N; ++n) acc[r][n] = V::zero();
@@ -195,7 +198,7 @@ MINISGL_INLINE void score_tile(const Scratch& s, const Block& block, const float
   const int64_t pad = s.pad;
   for (int64_t d = 0; d < dim; ++d, ++q, keys += kKeyBlock) {
     typename V::Vec key[N];
-    for (int n = 0; n < N; ++n) key[n] = load_turned<V, Block::kStored>(keys + n * kVecLanes);
+    for (int n = 0; n < N; ++n) key[n] = load_turned<V, kStored>(keys + n * kVecLanes);
     for (int r = 0; r < R; ++r) {
       const auto query = V::broadcast(q[r * pad]);
       for (int n = 0; n < N; ++n) acc[r][n] = V::fma(query, key[n], acc[r][n]);
@@ -205,26 +208,27 @@ MINISGL_INLINE void score_tile(const Scratch& s, const Block& block, const float
     const int64_t at = (g + n) * kVecLanes;
     for (int r = 0; r < R; ++r) {
       auto score = acc[r][n];
-      if constexpr (kKind == KvKind::kInt8) score = V::mul(score, V::load(s.k_scale + at));
+      if constexpr (kScaled) score = V::mul(score, V::load(s.k_scale + at));
       V::store(s.scores + r * kKeyBlock + at, score);
     }
   }
 }
 
-template <class V, KvKind kKind, class Block, int R, int N = kVecsOf<V, R>>
+template <class V, int R, class Block, int N = kVecsOf<V, R>>
 void score_rows(const Scratch& s, const Block& block, const float* q, int64_t dim, int g,
                 int last) {
-  for (; g + N <= last; g += N) score_tile<V, kKind, Block, R, N>(s, block, q, dim, g);
+  for (; g + N <= last; g += N) score_tile<V, R, N>(s, block, q, dim, g);
   if constexpr (N > 1) {
-    if (g < last) score_rows<V, kKind, Block, R, N - 1>(s, block, q, dim, g, last);
+    if (g < last) score_rows<V, R, Block, N - 1>(s, block, q, dim, g, last);
   }
 }
 
 // out[row] = out[row] * factor[row] + sum over keys [begin, end) of weight[row][key] * value[key],
 // N vectors of columns; weights of a row are kKeyBlock apart, its columns `pad`.
-template <class V, class Block, int R, int N>
-MINISGL_INLINE void value_tile(const Block& block, const float* weight, int64_t begin, int64_t end,
-                               int64_t column, const float* factor, float* out, int64_t pad) {
+template <class V, KvKind kStored, int R, int N>
+MINISGL_INLINE void value_tile(const typename Element<kStored>::Type* const* values,
+                               const float* weight, int64_t begin, int64_t end, int64_t column,
+                               const float* factor, float* out, int64_t pad) {
   out += column;
   typename V::Vec acc[R][N];
   for (int r = 0; r < R; ++r) {
@@ -236,7 +240,7 @@ MINISGL_INLINE void value_tile(const Block& block, const float* weight, int64_t 
   for (int64_t j = begin; j < end; ++j) {
     typename V::Vec value[N];
     for (int n = 0; n < N; ++n) {
-      value[n] = load_element<V, Block::kStored>(block.values[j] + column + n * kVecLanes);
+      value[n] = load_element<V, kStored>(values[j] + column + n * kVecLanes);
     }
     for (int r = 0; r < R; ++r) {
       const auto w = V::broadcast(weight[r * kKeyBlock + j]);
@@ -248,16 +252,16 @@ MINISGL_INLINE void value_tile(const Block& block, const float* weight, int64_t 
   }
 }
 
-template <class V, class Block, int R>
-void value_rows(const Block& block, const float* weight, int64_t begin, int64_t end,
-                const float* factor, float* out, int64_t pad) {
+template <class V, KvKind kStored, int R>
+void value_rows(const typename Element<kStored>::Type* const* values, const float* weight,
+                int64_t begin, int64_t end, const float* factor, float* out, int64_t pad) {
   constexpr int kN = kVecsOf<V, R>;
   int64_t column = 0;
   for (; column + kN * kVecLanes <= pad; column += kN * kVecLanes) {
-    value_tile<V, Block, R, kN>(block, weight, begin, end, column, factor, out, pad);
+    value_tile<V, kStored, R, kN>(values, weight, begin, end, column, factor, out, pad);
   }
   for (; column < pad; column += kVecLanes) {
-    value_tile<V, Block, R, 1>(block, weight, begin, end, column, factor, out, pad);
+    value_tile<V, kStored, R, 1>(values, weight, begin, end, column, factor, out, pad);
   }
 }
 
@@ -270,7 +274,7 @@ struct Ranges {
 
 // Scores of R rows become weights; keys that a row does not see get none. Updates maximum and sum
 // of the rows; factor[row] is for what they have gathered so far.
-template <class V, KvKind kKind, int R, bool kFull>
+template <class V, bool kScaled, int R, bool kFull>
 void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>& range, float* factor) {
   const int64_t g_begin = kFull ? 0 : range.low / kVecLanes;
   const int64_t g_end = kFull ? kKeyVecs : (range.high + kVecLanes - 1) / kVecLanes;
@@ -298,7 +302,7 @@ void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>& range, float
     for (int64_t g = g_begin; g < g_end; ++g) {
       auto weight = exp2_vec<V>(V::sub(V::load(scores + g * kVecLanes), down));
       sum = V::add(sum, weight);
-      if constexpr (kKind == KvKind::kInt8) {
+      if constexpr (kScaled) {
         weight = V::mul(weight, V::load(s.v_scale + g * kVecLanes));
       }
       V::store(scores + g * kVecLanes, weight);
@@ -313,17 +317,18 @@ void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>& range, float
 }
 
 // R rows from row `first` on, through one block.
-template <class V, KvKind kKind, class Block, int R>
-void block_rows(const AttentionTask& task, const Scratch& s, const Block& block, int64_t first) {
+template <class V, int R, KvKind kStored, bool kScaled>
+void block_rows(const AttentionTask& task, const Scratch& s,
+                const KeyBlock<kStored, kScaled>& block, int64_t first) {
   const int64_t dim = task.shape->head_dim, pad = s.pad;
   const float* q = s.queries + first * pad;
   float* out = s.split.out + first * pad;
   alignas(64) float factor[kVecLanes];
   Ranges<R> range;
   if (block.full) {
-    score_rows<V, kKind, Block, R>(s, block, q, dim, 0, kKeyVecs);
-    softmax_rows<V, kKind, R, true>(s, first, range, factor);
-    value_rows<V, Block, R>(block, s.scores, 0, kKeyBlock, factor, out, pad);
+    score_rows<V, R>(s, block, q, dim, 0, kKeyVecs);
+    softmax_rows<V, kScaled, R, true>(s, first, range, factor);
+    value_rows<V, kStored, R>(block.values, s.scores, 0, kKeyBlock, factor, out, pad);
     return;
   }
   range.low = kKeyBlock;
@@ -342,34 +347,34 @@ void block_rows(const AttentionTask& task, const Scratch& s, const Block& block,
   shared_end = max64(shared_begin, shared_end);
   const int first_vec = static_cast<int>(range.low / kVecLanes);
   const int last_vec = static_cast<int>((range.high + kVecLanes - 1) / kVecLanes);
-  score_rows<V, kKind, Block, R>(s, block, q, dim, first_vec, last_vec);
-  softmax_rows<V, kKind, R, false>(s, first, range, factor);
+  score_rows<V, R>(s, block, q, dim, first_vec, last_vec);
+  softmax_rows<V, kScaled, R, false>(s, first, range, factor);
   // Each key in turn for each row: those before what all see, those that all see, those after.
   for (int r = 0; r < R; ++r) {
     const int64_t end = min64(shared_begin, range.end[r]);
     if (range.begin[r] >= end) continue;
-    value_rows<V, Block, 1>(block, s.scores + r * kKeyBlock, range.begin[r], end, factor + r,
-                            out + r * pad, pad);
+    value_rows<V, kStored, 1>(block.values, s.scores + r * kKeyBlock, range.begin[r], end,
+                              factor + r, out + r * pad, pad);
     factor[r] = 1.0f;
   }
-  value_rows<V, Block, R>(block, s.scores, shared_begin, shared_end, factor, out, pad);
+  value_rows<V, kStored, R>(block.values, s.scores, shared_begin, shared_end, factor, out, pad);
   const float one = 1.0f;
   for (int r = 0; r < R; ++r) {
     const int64_t begin = max64(shared_end, range.begin[r]);
     if (begin >= range.end[r]) continue;
-    value_rows<V, Block, 1>(block, s.scores + r * kKeyBlock, begin, range.end[r], &one,
-                            out + r * pad, pad);
+    value_rows<V, kStored, 1>(block.values, s.scores + r * kKeyBlock, begin, range.end[r], &one,
+                              out + r * pad, pad);
   }
 }
 
 // All rows of the tile, in groups of V::kRows and a smaller last one.
-template <class V, KvKind kKind, class Block, int R = V::kRows>
+template <class V, class Block, int R = V::kRows>
 void block_all_rows(const AttentionTask& task, const Scratch& s, const Block& block,
                     int64_t first) {
   const int64_t rows = task.num_rows();
-  for (; first + R <= rows; first += R) block_rows<V, kKind, Block, R>(task, s, block, first);
+  for (; first + R <= rows; first += R) block_rows<V, R>(task, s, block, first);
   if constexpr (R > 1) {
-    if (first < rows) block_all_rows<V, kKind, Block, R - 1>(task, s, block, first);
+    if (first < rows) block_all_rows<V, Block, R - 1>(task, s, block, first);
   }
 }
 

@@ -118,13 +118,13 @@ void run_split(const AttentionTask& task, const Scratch& s, int64_t split) {
   const int64_t low = max64(task.low(task.first_position), split * kKeySplit);
   const int64_t high = min64(last + 1, (split + 1) * kKeySplit);
   clear_rows(s.split, task.num_rows(), s.pad);
-  KeyBlock<kKind, kPacked> block;
+  KeyBlockOf<kKind, kPacked> block;
   for (int64_t at = low / kKeyBlock * kKeyBlock; at < high; at += kKeyBlock) {
     block.base = at;
     block.begin = max64(low - at, 0);
     block.end = min64(high - at, kKeyBlock);
     block.full = at + kKeyBlock <= task.first_position + 1 && task.low(last) <= at;
-    load_block<V>(task, s, &block);
+    load_block<V, kKind, kPacked>(task, s, &block);
     const int64_t after = min64(last + 1, task.end_split * kKeySplit) - at - kKeyBlock;
     if (after > 0) {
       prefetch_keys<kKind>(task, task.kv_head, task.locations + at + kKeyBlock,
@@ -132,7 +132,7 @@ void run_split(const AttentionTask& task, const Scratch& s, int64_t split) {
     } else {
       prefetch_keys<kKind>(task, task.next_kv_head, task.next_locations, task.next_keys);
     }
-    block_all_rows<V, kKind>(task, s, block, 0);
+    block_all_rows<V>(task, s, block, 0);
   }
 }
 

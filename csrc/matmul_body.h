@@ -220,31 +220,31 @@ void run_many(const PanelTask& task, int64_t first) {
   }
 }
 
-template <class V, class T, int P>
-void run_units(const PanelTask& task, int64_t first) {
-  switch (task.x.stride) {
-    case 1:
-      return run_few<V, T, P, 1>(task, first);
-    case 2:
-      return run_few<V, T, P, 2>(task, first);
-    default:
-      return run_many<V, T, P, V::kTokens>(task, first);
+// All sub-blocks of a task, P at a time; `U` tokens, 0 for many.
+template <class V, class T, int P, int U>
+void run_units(const PanelTask& task, int64_t first = 0) {
+  const int64_t units = task.panels * Units<V, 1>::kSubs;
+  for (; first + P <= units; first += P) {
+    if constexpr (U > 0) {
+      run_few<V, T, P, U>(task, first);
+    } else {
+      run_many<V, T, P, V::kTokens>(task, first);
+    }
   }
+  if constexpr (P > 1) run_units<V, T, 1, U>(task, first);
 }
 
 template <class V, Format kFormat>
 void run_panels(const PanelTask& task) {
   using T = Traits<kFormat>;
-  const int64_t units = task.panels * Units<V, 1>::kSubs;
-  constexpr int kFew = V::kUnitsFew, kMany = V::kUnitsMany;
-  const bool few = task.x.stride <= 2;
-  int64_t i = 0;
-  if (few) {
-    for (; i + kFew <= units; i += kFew) run_units<V, T, kFew>(task, i);
-  } else {
-    for (; i + kMany <= units; i += kMany) run_units<V, T, kMany>(task, i);
+  switch (task.x.stride) {
+    case 1:
+      return run_units<V, T, V::kUnitsFew, 1>(task);
+    case 2:
+      return run_units<V, T, V::kUnitsFew, 2>(task);
+    default:
+      return run_units<V, T, V::kUnitsMany, 0>(task);
   }
-  for (; i < units; ++i) run_units<V, T, 1>(task, i);
 }
 
 template <class V>

@@ -1,7 +1,8 @@
-// Quantisation, seen through a product with the identity matrix.
+// Quantisation, seen through a product with the identity matrix, and by pieces.
 #include "activations.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "matmul.h"
 #include "test.h"
@@ -34,6 +35,28 @@ void check_error(Family& family, const std::string& what, const float* x, const 
   }
 }
 
+struct Piece {
+  int64_t begin, end, first_group, end_group;
+};
+
+// Ranges of tokens, each cut into ranges of groups, in a random order.
+std::vector<Piece> cut(Random& random, int64_t tokens, int64_t groups) {
+  std::vector<Piece> pieces;
+  for (int64_t begin = 0; begin < tokens;) {
+    const int64_t end = std::min(tokens, begin + random.between(1, 40));
+    for (int64_t first = 0; first < groups;) {
+      const int64_t last = std::min(groups, first + random.between(1, 3));
+      pieces.push_back({begin, end, first, last});
+      first = last;
+    }
+    begin = end;
+  }
+  for (size_t i = pieces.size(); i > 1; --i) {
+    std::swap(pieces[i - 1], pieces[random.between(0, static_cast<int64_t>(i) - 1)]);
+  }
+  return pieces;
+}
+
 }  // namespace
 
 void test_activations(Family& family) {
@@ -54,13 +77,17 @@ void test_activations(Family& family) {
       activations.quantize(x.data(), stride);
       return seen(activations, weight);
     });
-    same_everywhere(family, what + " one by one", [&] {
-      Activations activations(tokens, columns);
-      for (int64_t t = tokens - 1; t >= 0; --t) {
-        activations.quantize_token(t, x.data() + t * stride);
-      }
-      const Floats result = seen(activations, weight);
-      family.expect_equal(wanted, result, what + " one by one against all at once");
+    const std::vector<Piece> pieces = cut(random, tokens, (columns + kGroup - 1) / kGroup);
+    same_everywhere(family, what + " by pieces", [&] {
+      Activations whole(tokens, columns), parts(tokens, columns);
+      whole.quantize(x.data(), stride);
+      parallel_for(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
+        const Piece& p = pieces[static_cast<size_t>(i)];
+        parts.quantize_part(x.data() + p.begin * stride + p.first_group * kGroup, stride, p.begin,
+                            p.end, p.first_group, p.end_group);
+      });
+      const Floats result = contents(parts);
+      family.expect_equal(contents(whole), result, what + " by pieces against all at once");
       return result;
     });
     for (int64_t t = 0; t < tokens; ++t) {

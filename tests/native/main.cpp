@@ -33,9 +33,11 @@ int main(int argc, char** argv) {
     const char* name;
     void (*run)(Family& family);
   } families[] = {
-      {"pool", test_pool},     {"pack", test_pack},           {"activations", test_activations},
-      {"matmul", test_matmul}, {"elementwise", test_elementwise}, {"attention", test_attention},
-      {"rope", test_rope},
+      {"pool", test_pool},           {"arena", test_arena},
+      {"pack", test_pack},           {"activations", test_activations},
+      {"matmul", test_matmul},       {"elementwise", test_elementwise},
+      {"attention", test_attention}, {"rope", test_rope},
+      {"sample", test_sample},
   };
   std::fprintf(stderr, "instruction sets:");
   for (int i = 0; i < kNumIsas; ++i) {

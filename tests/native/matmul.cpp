@@ -1,6 +1,7 @@
-// Packed products in every format and float products in every kind, over ragged shapes.
+// Packed products in every format, joint ones, and float products in every kind, over ragged shapes.
 #include "matmul.h"
 
+#include "elementwise.h"
 #include "pack.h"
 #include "test.h"
 #include "weights.h"
@@ -79,6 +80,40 @@ void test_packed(Family& family, Random& random, Format format, int64_t tokens) 
   if (!odd) check_packed(family, what, product, x, tokens, columns, x_stride, weights[0], gap);
 }
 
+// Gate, up, their product and its quantisation in one go, against one after the other.
+void test_gated(Family& family, Random& random, int64_t tokens) {
+  const int64_t columns = random.between(1, 200), x_stride = columns + random.between(0, 3);
+  const int64_t rows = kGroup * random.between(1, random.one_in(4) ? 40 : 5);
+  const bool odd = random.one_in(4);
+  const auto any = [&] { return static_cast<Format>(random.between(0, kNumFormats - 1)); };
+  PackedWeight gate = random_weight(random, any(), rows, columns, odd);
+  PackedWeight up = random_weight(random, any(), rows, columns, odd);
+  Floats x = random.normals((tokens - 1) * x_stride + columns);
+  for (float& value : x) {
+    if (odd && random.one_in(997)) value = random.strange();
+  }
+  const int kind = static_cast<int>(random.between(0, kNumActivations - 1));
+  const std::string what = text("gated, ", tokens, " tokens, ", columns, " columns, ", rows,
+                                " rows of ", info(gate.view.format).name, " and ",
+                                info(up.view.format).name);
+  same_everywhere(family, what, [&] {
+    const GateFn combine = elementwise_kernels().gate_mul[kind];
+    Activations input(tokens, columns), joint(tokens, rows), steps(tokens, rows);
+    input.quantize(x.data(), x_stride);
+    matmul_gated(input, gate.view, up.view, combine, &joint);
+    Floats a(static_cast<size_t>(tokens * rows)), b(a.size());
+    const PackedJob jobs[] = {{gate.view, a.data(), rows}, {up.view, b.data(), rows}};
+    matmul_packed(input, jobs, 2);
+    for (int64_t at = 0; at < tokens * rows; at += rows) {
+      combine(a.data() + at, b.data() + at, rows, a.data() + at);
+    }
+    steps.quantize(a.data(), rows);
+    const Floats result = contents(joint);
+    family.expect_equal(contents(steps), result, what + " against one step after the other");
+    return result;
+  });
+}
+
 // The definition: 16 partial sums, lane i with i + 8, then i + 4, i + 2, i + 1.
 float dot_twin(const Floats& weight, int64_t at, const float* x, int64_t columns) {
   float lane[16] = {};
@@ -143,6 +178,12 @@ void test_matmul(Family& family) {
     for (int i = 0; i < kNumFloatKinds; ++i) {
       test_float(family, random, static_cast<FloatKind>(i), tokens);
     }
+    test_gated(family, random, tokens);
+  }
+  // More than one task takes; with several chunks of tokens.
+  for (const int64_t tokens : {255, 257, 300}) {
+    test_gated(family, random, tokens);
+    test_packed(family, random, Format::kQ4m, tokens);
   }
 }
 

@@ -32,17 +32,19 @@ void test_gguf(Family& family, Random& random, const GgufType& type) {
   const int64_t columns = blocks * type.columns;
   std::vector<uint8_t> source(static_cast<size_t>(rows * blocks * type.bytes));
   for (uint8_t& byte : source) byte = static_cast<uint8_t>(random.between(0, 255));
+  std::vector<const uint8_t*> starts;  // of the rows; the last one lies first
+  for (int64_t r = rows - 1; r >= 0; --r) starts.push_back(source.data() + r * blocks * type.bytes);
   const std::string what = text("gguf type ", type.id, ", ", rows, " x ", columns);
   const Floats values = same_everywhere(family, what, [&] {
     PackedWeight weight(type.format, rows, columns);
-    pack_gguf(type, source.data(), weight.view);
+    pack_gguf(type, starts.data(), weight.view);
     return unpacked(weight.view);
   });
   if (type.id != 8 && type.id != 3) return;
   Floats wanted;
   for (int64_t b = 0; b < rows * blocks; ++b) {
     for (int i = 0; i < kGroup; ++i) {
-      wanted.push_back(decode(type.id, source.data() + b * type.bytes, i));
+      wanted.push_back(decode(type.id, starts[b / blocks] + b % blocks * type.bytes, i));
     }
   }
   for (size_t i = 0; i < wanted.size(); ++i) {

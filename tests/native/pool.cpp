@@ -43,6 +43,21 @@ void test_nesting(Family& family) {
   for (const int sum : sums) family.check(sum == 45, "tasks within a task");
 }
 
+// The caller is held up in its first task until the worker has done all others: its own run, then
+// those of the caller from the end.
+void test_stealing(Family& family) {
+  set_num_threads(2);
+  std::atomic<int64_t> count{0};
+  std::vector<int64_t> order(10);
+  parallel_for(10, [&](int64_t i) {
+    if (i > 0) order[count++] = i;
+    while (i == 0 && count < 9) std::this_thread::yield();
+  });
+  ++family.cases;
+  const std::vector<int64_t> wanted{5, 6, 7, 8, 9, 4, 3, 2, 1, 0};
+  family.check(order == wanted, "tasks were not stolen from the end");
+}
+
 void test_many_callers(Family& family) {
   set_num_threads(3);
   std::atomic<int> wrong{0};
@@ -64,6 +79,7 @@ void test_pool(Family& family) {
   const int64_t spin = spin_us();
   test_counts(family, 100);
   test_nesting(family);
+  test_stealing(family);
   test_many_callers(family);
   set_spin_us(spin);
 }

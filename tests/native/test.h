@@ -127,11 +127,13 @@ inline float from_bfloat16(uint16_t raw) {
 }
 
 void test_activations(Family& family);
+void test_arena(Family& family);
 void test_attention(Family& family);
 void test_elementwise(Family& family);
 void test_matmul(Family& family);
 void test_pack(Family& family);
 void test_pool(Family& family);
 void test_rope(Family& family);
+void test_sample(Family& family);
 
 }  // namespace minisgl_test

@@ -1,6 +1,7 @@
 // Packed weights for tests, written as format.h describes them.
 #pragma once
 
+#include "activations.h"
 #include "format.h"
 #include "test.h"
 
@@ -60,6 +61,20 @@ inline PackedWeight identity(int64_t columns) {
     weight.block(i / kPanelRows, i / kGroup)[column / 4 * kLine + row * 4 + column % 4] = 129;
   }
   return weight;
+}
+
+// All that quantisation wrote.
+inline Floats contents(const Activations& x) {
+  Floats all;
+  for (int64_t i = 0; i < x.tiles(); ++i) {
+    const ActivationTile tile = x.tile(i);
+    const int64_t count = tile.stride * x.groups();
+    all.insert(all.end(), tile.codes, tile.codes + count * kGroup);
+    all.insert(all.end(), tile.scale, tile.scale + count);
+    all.insert(all.end(), tile.scaled_sum, tile.scaled_sum + count);
+    for (const int32_t* sums : tile.minus_sum) all.insert(all.end(), sums, sums + count);
+  }
+  return all;
 }
 
 }  // namespace minisgl_test
