@@ -1,4 +1,4 @@
-// Packed products in every format, joint ones, and float products in every kind, over ragged shapes.
+// Packed products in every format, gated too, and float products in every kind, over ragged shapes.
 #include "matmul.h"
 
 #include "elementwise.h"
