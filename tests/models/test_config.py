@@ -153,7 +153,7 @@ def test_gguf_metadata_reads_as_a_config() -> None:
     assert (config.head_dim, config.vocab_size, config.rotary_config.base) == (16, 100, 5e5)
     assert config.tie_word_embeddings
     assert not ModelConfig.from_gguf(GGUF, {"output.weight"}).tie_word_embeddings
-    with pytest.raises(UnsupportedModelError, match="'gpt2' is not supported; supported: llama"):
+    with pytest.raises(UnsupportedModelError, match="'gpt2' is not supported; supported: gemma3"):
         ModelConfig.from_gguf({"general.architecture": "gpt2"})
 
 

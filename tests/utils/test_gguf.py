@@ -251,7 +251,7 @@ DAMAGED: list[tuple[str, bytes, str]] = [
     (
         "part of a split",
         header(0, 1) + text("split.count") + struct.pack("<IH", 2, 3) + PADDING,
-        "part of a split",
+        "of a split model, but by its name",
     ),
 ]
 

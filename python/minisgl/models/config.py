@@ -128,14 +128,14 @@ class ModelConfig:
         cls,
         metadata: Mapping[str, Any],
         tensor_names: Container[str] | None = None,
-        rope_factors: list[float] | None = None,
+        rope_factors: Mapping[str, list[float]] | None = None,
     ) -> ModelConfig:
         """Read GGUF metadata.
 
         tensor_names tell whether the head is tied (assumed without them); rope_factors are the
-        values of the `rope_freqs.weight` tensor.
+        values of the tensors that `sources.ROPE_FACTORS` names.
         """
-        return cls.from_hf(gguf_as_hf(metadata, tensor_names, rope_factors))
+        return cls.from_hf(gguf_as_hf(metadata, tensor_names, rope_factors or {}))
 
 
 def _read_config(

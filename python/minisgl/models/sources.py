@@ -267,17 +267,28 @@ _GGUF_BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+_GGUF_OTHER_BLOCK_NAMES = {  # where an architecture means something else or more
+    "gemma3": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
 _GGUF_EXPERTS = {
     "ffn_gate_exps": "gate_proj",
     "ffn_up_exps": "up_proj",
     "ffn_down_exps": "down_proj",
 }
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class GGUFSource(WeightSource):
-    """A GGUF file. Names are mapped, q and k of Llama un-permuted, stacked experts taken apart."""
+    """A GGUF file. Names are mapped, q and k of Llama un-permuted, stacked experts taken apart.
+
+    Gemma's norms stay as stored, 1 added to what Hugging Face stores; its config says so.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -289,19 +300,24 @@ class GGUFSource(WeightSource):
 
     def config(self) -> ModelConfig:
         """From the metadata and the list of tensors."""
-        factors = self.file.tensors.get(_ROPE_FACTORS)
-        values = None if factors is None else self._block(_ROPE_FACTORS, factors).tensor().tolist()
-        return ModelConfig.from_gguf(self.file.metadata, self.file.tensors, values)
+        factors: dict[str, list[float]] = {}
+        for name in ROPE_FACTORS:
+            stored = self.file.tensors.get(f"{name}.weight")
+            if stored is not None:
+                factors[name] = self._block(name, stored).tensor().flatten().tolist()
+        return ModelConfig.from_gguf(self.file.metadata, self.file.tensors, factors)
 
     def tensors(self) -> dict[str, SourceTensor]:
         """All tensors but those that belong to the config."""
-        config = self.config()
+        arch = self.file.field("general.architecture", str)
+        blocks = _GGUF_BLOCK_NAMES | _GGUF_OTHER_BLOCK_NAMES.get(arch, {})
         permuted: dict[str, int] = {}
-        if self.file.metadata["general.architecture"] == "llama":
+        if arch == "llama":
+            config = self.config()
             permuted = {"attn_q": config.num_qo_heads, "attn_k": config.num_kv_heads}
         found: dict[str, SourceTensor] = {}
         for name, stored in self.file.tensors.items():
-            if name == _ROPE_FACTORS:
+            if name.removesuffix(".weight") in ROPE_FACTORS:
                 continue
             match = _BLOCK.fullmatch(name)
             layer, part, kind = match.groups() if match else ("", "", "")
@@ -310,8 +326,8 @@ class GGUFSource(WeightSource):
                     found[tensor.name] = tensor
                 continue
             hf_name = _GGUF_NAMES.get(name, name)
-            if part in _GGUF_BLOCK_NAMES:
-                hf_name = f"model.layers.{layer}.{_GGUF_BLOCK_NAMES[part]}.{kind}"
+            if part in blocks:
+                hf_name = f"model.layers.{layer}.{blocks[part]}.{kind}"
             num_heads = permuted.get(part, 0)
             if num_heads and stored.shape[0] % (2 * num_heads):
                 raise ModelLoadError(f"{self.path}: {name} does not divide into {num_heads} heads")

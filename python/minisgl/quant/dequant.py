@@ -8,6 +8,7 @@ types that are not here. May import `kernel` and `utils`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,10 +40,7 @@ def dequantize_into(raw: torch.Tensor, type_name: str, out: torch.Tensor) -> Non
     blocks = raw.reshape(-1, num_bytes)
     flat = out.view(-1, items)
     assert len(flat) == len(blocks), (flat.shape, blocks.shape)
-    expand = _EXPAND.get(type_name)
-    if expand is None:
-        flat.copy_(_dequantize_elsewhere(blocks, type_name))
-        return
+    expand = _EXPAND.get(type_name) or partial(_expand_elsewhere, type_name)
     step = CHUNK_ELEMENTS // items
     scratch = None
     if out.dtype != torch.float32:
@@ -64,7 +62,7 @@ def dequantize(raw: torch.Tensor, type_name: str, shape: tuple[int, ...]) -> tor
     return out
 
 
-def _dequantize_elsewhere(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
+def _expand_elsewhere(type_name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
     try:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize as gguf_dequantize
@@ -75,7 +73,7 @@ def _dequantize_elsewhere(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
             f"GGUF tensors of type {type_name} cannot be read: {error}; "
             f"use one of {', '.join([*FLOAT_TYPES, *_EXPAND])}"
         ) from error
-    return torch.from_numpy(np.ascontiguousarray(wide))
+    out.copy_(torch.from_numpy(np.ascontiguousarray(wide)))
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:

@@ -3,13 +3,14 @@
 Imports numpy and the standard library. Invariant: no count, length, type or offset of the file is
 used before it has been checked against the file's size, so that a damaged or hostile file is a
 `ModelLoadError`, never a crash or a hang. Format: versions 2 and 3, little endian, as described in
-the ggml project's docs/gguf.md.
+the ggml project's docs/gguf.md. A split model is opened by the name of any of its parts.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,7 +69,10 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     34: ("TQ1_0", 256, 54),
     35: ("TQ2_0", 256, 66),
     39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
 }
+
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 _SCALARS = {
     0: "B",
@@ -104,22 +108,44 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """A mapped GGUF file. The mapping lives as long as the object or any view of a tensor does.
+    """A mapped GGUF file, or all parts of a split one. The mapping lives as long as any view of it.
 
     metadata: str, int, float, bool; arrays of numbers as numpy arrays, others as lists.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._map = _map_file(self.path)
-        reader = _Reader(self.path, self._map)
-        num_tensors, num_metadata = reader.header()
-        self.metadata: dict[str, Any] = reader.metadata(num_metadata)
-        if self.field("split.count", int, 0) > 1:
-            raise UnsupportedModelError(
-                f"{self.path} is one part of a split model: merge the parts with llama-gguf-split"
+        self._maps: list[mmap.mmap] = []
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+        parts = split_parts(self.path)
+        for number, part in enumerate(parts):
+            self._read_part(part, number, len(parts))
+        total = self.field("split.tensors.count", int, len(self.tensors))
+        if total != len(self.tensors):
+            raise ModelLoadError(
+                f"{self.path}: its parts have {len(self.tensors)} tensors, not {total}"
             )
-        self.tensors = reader.tensors(num_tensors, self.metadata.get("general.alignment", 32))
+
+    def _read_part(self, path: str, number: int, num_parts: int) -> None:
+        """Map one part; the metadata that counts are those of the first."""
+        data = _map_file(path)
+        reader = _Reader(path, data)
+        num_tensors, num_metadata = reader.header()
+        metadata = reader.metadata(num_metadata)
+        place = metadata.get("split.no", 0), metadata.get("split.count", 0) or 1
+        if place != (number, num_parts):
+            raise ModelLoadError(
+                f"{path} is part {place[0]} (from 0) of {place[1]} of a split model, but by its "
+                f"name part {number} of {num_parts}: name the parts NAME-00001-of-0000N.gguf"
+            )
+        tensors = reader.tensors(num_tensors, metadata.get("general.alignment", 32))
+        twice = self.tensors.keys() & tensors.keys()
+        if twice:
+            raise ModelLoadError(f"{path}: tensor {min(twice)!r} is in an earlier part too")
+        self._maps.append(data)
+        self.metadata = self.metadata or metadata
+        self.tensors |= tensors
 
     def field(self, key: str, kind: type[T], default: T | None = None) -> T:
         """The metadata value of `key`, checked to be a `kind`; an error if there is none."""
@@ -139,10 +165,12 @@ class GGUFFile:
 
         What was written to it is lost.
         """
-        first = data.ctypes.data - np.frombuffer(self._map, np.uint8).ctypes.data
-        start = first // MAPPED_AT_ONCE * MAPPED_AT_ONCE
-        stop = align_ceil(first + data.nbytes, MAPPED_AT_ONCE)
-        self._map.madvise(mmap.MADV_DONTNEED, start, min(stop, len(self._map)) - start)
+        for mapped in self._maps:
+            first = data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+            if 0 <= first < len(mapped):
+                start = first // MAPPED_AT_ONCE * MAPPED_AT_ONCE
+                stop = min(align_ceil(first + data.nbytes, MAPPED_AT_ONCE), len(mapped))
+                mapped.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def __repr__(self) -> str:
         return f"GGUFFile({self.path!r}, {len(self.metadata)} keys, {len(self.tensors)} tensors)"
@@ -162,6 +190,15 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     if file is None:
         _open_files[key] = file = GGUFFile(path)
     return file
+
+
+def split_parts(path: str) -> list[str]:
+    """The files of a split model, in order, by the name of any of them; of others, the file."""
+    match = _PART.fullmatch(path)
+    if match is None:
+        return [path]
+    stem, _, count = match.groups()
+    return [f"{stem}-{i + 1:05}-of-{count}.gguf" for i in range(int(count))] or [path]
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from .default_model import default_model_path
 from .errors import ModelLoadError
-from .gguf import is_gguf
+from .gguf import is_gguf, split_parts
 from .hub import PICKLES, fetch_from_hub
 
 MAX_JSON_BYTES = 1 << 26
@@ -119,7 +119,8 @@ def resolve_model(path: str | os.PathLike[str], revision: str | None = None) -> 
         return _resolve_folder(place)
     if text and place.exists():
         if is_gguf(place):
-            return ResolvedModel("gguf", place, place.stem)
+            first = Path(split_parts(str(place))[0])
+            return ResolvedModel("gguf", first, re.sub(r"-00001-of-\d{5}$", "", first.stem))
         raise ModelLoadError(
             f"{place} is not a GGUF file: pass a .gguf file or a folder with config.json"
         )
@@ -142,6 +143,7 @@ def _resolve_folder(folder: Path) -> ResolvedModel:
         raise ModelLoadError(f"{folder} cannot be read: {error}") from error
     suffixes = {file.suffix.lower() for file in files}
     ggufs = [file for file in files if file.suffix.lower() == ".gguf"]
+    ggufs = [file for file in ggufs if split_parts(str(file))[0] == str(file)]
     if (folder / "config.json").is_file():
         pickles = suffixes & set(PICKLES)
         if pickles and ".safetensors" not in suffixes:
