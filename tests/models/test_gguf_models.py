@@ -13,7 +13,7 @@ import torch
 
 from minisgl.models import create_model, load_model_weights, open_source, pack_stored
 from minisgl.models.config import ARCHITECTURES
-from minisgl.models.metadata import GGUF_ARCHITECTURES, gguf_as_hf
+from minisgl.models.metadata import gguf_as_hf
 from minisgl.params import MinisglError, ModelLoadError, UnsupportedModelError
 from minisgl.tokenizer import load_tokenizer
 from minisgl.utils.gguf import GGUFFile
@@ -24,9 +24,7 @@ from tests.models.by_hand import ByHand
 from tests.models.test_against_transformers import (
     CASES,
     IDS,
-    LLAMA3,
     MOE,
-    YARN,
     assert_close,
     make_reference,
     reference_logits,

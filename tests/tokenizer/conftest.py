@@ -62,8 +62,8 @@ def random_texts(num: int, seed: int = 0) -> list[str]:
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
-    """More than 500 texts of all kinds."""
-    return TEXTS + random_texts(600)
+    """More than 2,000 texts of all kinds."""
+    return TEXTS + random_texts(2000)
 
 
 @pytest.fixture(scope="session")
@@ -85,9 +85,9 @@ GgufWriter = Callable[..., Path]
 def write_gguf(tmp_path: Path) -> GgufWriter:
     """Writes a GGUF file that holds a vocabulary and nothing else."""
 
-    def write(model: str, tokens: list[str], **fields: Any) -> Path:
+    def write(model: str, tokens: list[str], arch: str = "llama", **fields: Any) -> Path:
         path = tmp_path / f"{model}.gguf"
-        writer = gguf.GGUFWriter(path, "llama")
+        writer = gguf.GGUFWriter(path, arch)
         writer.add_tokenizer_model(model)
         writer.add_token_list(tokens)
         for name, value in fields.items():

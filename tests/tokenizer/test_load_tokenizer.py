@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,10 @@ import tokenizers
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from minisgl.env import ENV
 from minisgl.params import InvalidRequestError, ModelLoadError, TokenizerError
-from minisgl.tokenizer import Tokenizer, load_tokenizer
+from minisgl.tokenizer import Tokenizer, load_tokenizer, merges
+from minisgl.tokenizer.merges import merges_from_scores
 from minisgl.tokenizer.pre_tokenizers import RULES, find_rule
 
 GOLDEN = {
@@ -47,7 +53,7 @@ def test_known_texts_have_their_known_ids(tokenizer: Tokenizer) -> None:
 def test_ids_and_texts_equal_those_of_the_reference(
     tokenizer: Tokenizer, reference: Any, texts: list[str]
 ) -> None:
-    assert len(texts) > 500
+    assert len(texts) > 2000
     for text in texts:
         ids = tokenizer.encode(text)
         assert ids == reference.encode(text, add_special_tokens=False), text
@@ -218,6 +224,103 @@ def test_a_sentencepiece_vocabulary_merges_by_score_and_falls_back_to_bytes(
     assert found.eos_token_ids == {2}
     plain = {**SPM_FIELDS, "add_space_prefix": False, "add_bos_token": False}
     assert load_tokenizer(write_gguf("llama", SPM_TOKENS, **plain)).encode("ab") == [260]
+
+
+def test_user_defined_runs_of_spaces_merge_as_gemma_publishes_them(write_gguf: Any) -> None:
+    tokens = ["<unk>", "▁", "a", "▁a", "  ", "   ", "    ", "<tag>"]
+    fields: dict[str, Any] = {
+        "scores": [0.0, -9.0, -8.0, -1.0, -1000.0, -1000.0, -1000.0, -1000.0],
+        "token_type": [2, 1, 1, 1, 4, 4, 4, 4],
+        "add_space_prefix": False,
+        "add_bos_token": False,
+        "unknown_token_id": 0,
+    }
+    found = load_tokenizer(write_gguf("llama", tokens, arch="gemma3", **fields))
+    assert found.encode("a a  a   a<tag>") == [2, 3, 4, 2, 5, 2, 7]
+    assert found.encode(" " * 5 + "a") == [6, 3]
+    assert found.decode([2, 4, 5, 7]) == "a     <tag>"
+    # of equal scores: the longest left part first, so (3, 1) goes before (2, 2)
+    merges = json.loads(found.backend_tokenizer.to_str())["model"]["merges"]
+    assert merges[:3] == [["▁▁▁", "▁"], ["▁▁", "▁▁"], ["▁▁", "▁"]]
+
+
+def test_pieces_that_are_not_text_take_part_in_no_merge() -> None:
+    scores = [-2.0, -3.0, -1.0, float("-inf")]
+    assert merges_from_scores(["a", "b", "ab", "aab"], scores, longest_left=False) == [(0, 1)]
+
+
+def test_the_merges_of_a_large_vocabulary_are_kept_and_survive_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ENV.CACHE_DIR, "value", str(tmp_path / "cache"))
+    monkeypatch.setattr(merges, "CACHED_FROM", 4)
+    pieces, scores = ["a", "b", "ab", "abab", "ba"], [-5.0, -5.0, -1.0, -2.0, -3.0]
+    expected = merges_from_scores(pieces, scores, longest_left=False)
+    assert expected == [(0, 1), (2, 2), (1, 0)]
+    (file,) = (tmp_path / "cache" / "merges").iterdir()
+    whole = file.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(merges, "_find", None)  # it is not called
+        assert merges_from_scores(pieces, scores, longest_left=False) == expected
+        with pytest.raises(TypeError):  # other scores, another file
+            merges_from_scores(pieces, [*scores[:-1], -4.0], longest_left=False)
+    assert [f for f in file.parent.iterdir()] == [file]
+    outside = struct.pack("<6i", 0, 1, 2, 2, 1, 5)
+    for content in (
+        b"",
+        whole[:-1],
+        whole[:-8],
+        whole + b"x",
+        whole[:40] + b"\1" + whole[41:],
+        hashlib.sha256(outside).digest() + outside,
+    ):
+        file.write_bytes(content)
+        assert merges_from_scores(pieces, scores, longest_left=False) == expected
+        assert file.read_bytes() == whole  # made good
+    file.unlink()
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [
+            pool.submit(merges_from_scores, pieces, scores, longest_left=False) for _ in range(64)
+        ]
+        assert all(job.result() == expected for job in jobs)
+    assert file.read_bytes() == whole and len(list(file.parent.iterdir())) == 1
+    monkeypatch.setattr(ENV.CACHE_DIR, "value", str(file))  # no folder can be made there
+    assert merges_from_scores(pieces, scores, longest_left=False) == expected
+
+
+def test_a_file_that_does_not_name_its_pre_tokenizer_has_that_of_its_architecture(
+    write_gguf: Any,
+) -> None:
+    tokens = [*TOKENS[:-2], "ĠĠ", "1", "11"]
+    fields = {**BPE_FIELDS, "merges": ["1 1"], "token_type": [*TYPES[:-1], 1, 1], "pre": "default"}
+    found = load_tokenizer(write_gguf("gpt2", tokens, arch="qwen2", **fields))
+    assert found.encode("11") == [33, 33]  # Qwen's digits stand alone
+    with pytest.raises(TokenizerError, match="pre-tokenizer 'default' is not known"):
+        load_tokenizer(write_gguf("gpt2", tokens, **fields))
+
+
+def test_special_tokens_of_phi_3_swallow_the_white_space_behind_them(write_gguf: Any) -> None:
+    tokens = [*SPM_TOKENS, "<|user|>", "<|endoftext|>"]
+    fields = {
+        **SPM_FIELDS,
+        "scores": [*SPM_FIELDS["scores"], 0.0, 0.0],
+        "token_type": [*SPM_FIELDS["token_type"], 3, 3],
+        "add_bos_token": False,
+    }
+    found = load_tokenizer(write_gguf("llama", tokens, arch="phi3", **fields))
+    assert found.encode("<|user|> \n a<|endoftext|> b") == [266, 259, 267, 264, 264, 262]
+    plain = load_tokenizer(write_gguf("llama", tokens, **fields))
+    assert len(plain.encode("<|user|> \n a")) > 2
+
+
+def test_the_end_of_a_turn_in_the_template_ends_an_answer(write_gguf: Any) -> None:
+    tokens = [*TOKENS[:-4], "<|end|>", "<eos>", "<|im_end|>", "x2"]
+    fields = {**BPE_FIELDS, "token_type": [*TYPES[:-1], 1], "eos_token_id": 31}
+    del fields["eot_token_id"]
+    template = "{{ messages }}<|end|>"
+    found = load_tokenizer(write_gguf("gpt2", tokens, **fields, chat_template=template))
+    assert found.eos_token_ids == {30, 31}
+    assert load_tokenizer(write_gguf("gpt2", tokens, **fields)).eos_token_ids == {31}
 
 
 def test_a_folder_gives_tokens_template_and_every_eos(write_folder: Any) -> None:

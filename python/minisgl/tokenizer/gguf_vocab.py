@@ -16,13 +16,21 @@ from tokenizers.models import BPE
 from minisgl.params import TokenizerError
 from minisgl.utils.gguf import GGUFFile
 
+from .merges import merges_from_scores
 from .pre_tokenizers import find_rule
 from .tokenizer import SpecialTokens
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _KEY = "tokenizer.ggml."
 _SPACE = "\u2581"
-MAX_PIECE_CHARS = 128
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+_PHI_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+_ARCH_RULES = {  # for files from before they named their pre-tokenizer
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2",
+    "qwen3": "qwen2",
+    "qwen3moe": "qwen2",
+}
 
 
 def tokenizer_from_gguf(
@@ -33,7 +41,7 @@ def tokenizer_from_gguf(
     pre_tokenizer: a name that replaces the file's `tokenizer.ggml.pre`.
     """
     model = gguf.field(_KEY + "model", str)
-    tokens = _strings(gguf, "tokens")
+    tokens = list(_strings(gguf, "tokens"))
     if model == "gpt2":
         tokenizer, add_bos = _byte_level(gguf, tokens, pre_tokenizer)
     elif model == "llama":
@@ -82,7 +90,10 @@ def _byte_level(
     gguf: GGUFFile, tokens: list[str], pre_tokenizer: str | None
 ) -> tuple[Tokenizer, bool]:
     """(tokenizer, whether texts start with BOS unless the file says otherwise)"""
-    rule = find_rule(pre_tokenizer or gguf.field(_KEY + "pre", str, "default"), gguf.path)
+    name = gguf.field(_KEY + "pre", str, "default")
+    if name == "default":
+        name = _ARCH_RULES.get(gguf.field("general.architecture", str, ""), name)
+    rule = find_rule(pre_tokenizer or name, gguf.path)
     merges = [tuple(merge.split(" ", 1)) for merge in _strings(gguf, "merges")]
     tokenizer = _build_bpe(gguf, tokens, merges, ignore_merges=rule.whole_words)
     normalizer = rule.normalizer()
@@ -101,10 +112,20 @@ def _build_bpe(gguf: GGUFFile, tokens: list[str], merges: Any, **options: Any) -
 
 
 def _sentencepiece(gguf: GGUFFile, tokens: list[str]) -> Tokenizer:
-    scores = _numbers(gguf, "scores", len(tokens))
+    """Changes `tokens`: runs of spaces, which files spell as such, become runs of U+2581 again."""
+    scores, types = (_numbers(gguf, name, len(tokens)) for name in ("scores", "token_type"))
     if scores is None:
         raise TokenizerError(f"{gguf.path} has no {_KEY}scores, which its vocabulary needs")
-    merges = _merges_from_scores(tokens, scores.tolist())
+    if types is not None:
+        for i in np.flatnonzero(types == _USER_DEFINED).tolist():
+            if tokens[i] and not tokens[i].strip(" "):
+                tokens[i] = _SPACE * len(tokens[i])
+        scores = scores.astype(np.float64)
+        scores[types == _USER_DEFINED] = 0.0  # which are never worse than those that were learnt
+        scores[np.isin(types, (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)) | np.isnan(scores)] = -np.inf
+    is_gemma = gguf.field("general.architecture", str, "").startswith("gemma")
+    pairs = merges_from_scores(tokens, scores.tolist(), longest_left=is_gemma)
+    merges = [(tokens[left], tokens[right]) for left, right in pairs]
     unknown = gguf.field(_KEY + "unknown_token_id", int, 0)
     unk_token = tokens[unknown] if 0 <= unknown < len(tokens) else None
     options = {"unk_token": unk_token, "fuse_unk": True, "byte_fallback": True}
@@ -120,31 +141,28 @@ def _sentencepiece(gguf: GGUFFile, tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _merges_from_scores(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges whatever pair gives the best-scored piece; here as an ordered list.
-
-    Where several pairs give one piece they are ordered by id, as in the published conversions.
-    """
-    ids = dict(zip(tokens, count()))
-    found: list[tuple[float, int, int, int]] = []
-    for piece, score in zip(tokens, scores, strict=True):
-        for cut in range(1, min(len(piece), MAX_PIECE_CHARS)):
-            left, right = ids.get(piece[:cut]), ids.get(piece[cut:])
-            if left is not None and right is not None:
-                found.append((-score, ids[piece], left, right))
-    found.sort()
-    return [(tokens[left], tokens[right]) for _, _, left, right in found]
-
-
 def _add_special_tokens(gguf: GGUFFile, tokenizer: Tokenizer, tokens: list[str]) -> None:
-    """Control tokens are matched whole and can be skipped; user-defined ones cannot be."""
+    """Control tokens are matched whole and can be skipped; user-defined ones cannot be.
+
+    Those of Phi 3 swallow the white space behind them, which no field of the file says.
+    """
     types = _numbers(gguf, "token_type", len(tokens))
     if types is None:
         return
+    is_phi = gguf.metadata.get("general.architecture") == "phi3"
+    is_phi = is_phi and gguf.field(_KEY + "model", str) == "llama"
     for kind in (_UNKNOWN, _CONTROL, _USER_DEFINED):
         special = kind != _USER_DEFINED
-        chosen = [tokens[i] for i in np.flatnonzero(types == kind).tolist() if tokens[i]]
-        added = [AddedToken(text, special=special, normalized=False) for text in chosen]
+        added = [
+            AddedToken(
+                tokens[i],
+                special=special,
+                normalized=False,
+                rstrip=is_phi and tokens[i] not in _PHI_PLAIN,
+            )
+            for i in np.flatnonzero(types == kind).tolist()
+            if tokens[i]
+        ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
 
 
@@ -159,6 +177,9 @@ def _special_tokens(gguf: GGUFFile, tokens: list[str]) -> SpecialTokens:
         return tokens[token_id]
 
     ends = [token(name) for name in ("eos", "eot", "eom")]
+    template = gguf.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):  # old files name one end of an answer where chats have another
+        ends += [end for end in _TURN_ENDS if end in template and end in tokens]
     return SpecialTokens(
         bos=token("bos"),
         eos=ends[0],
