@@ -39,7 +39,7 @@ def fetch_tokenizer(name: str, folder: Path) -> Path:
 def write_vocabulary(tokenizer_json: Path, path: Path, arch: str, **fields: Any) -> Path:
     """A GGUF file with the vocabulary of `tokenizer_json` as llama.cpp's converter writes it.
 
-    fields: `tokenizer.ggml.` keys; `pre` for byte-level vocabularies, else they are SentencePiece's.
+    fields: `tokenizer.ggml.` keys; byte-level vocabularies have a `pre`, SentencePiece's have not.
     """
     content = json.loads(tokenizer_json.read_text(encoding="utf-8"))
     vocabulary: dict[str, int] = content["model"]["vocab"]

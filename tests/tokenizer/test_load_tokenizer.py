@@ -264,7 +264,7 @@ def test_the_merges_of_a_large_vocabulary_are_kept_and_survive_damage(
         assert merges_from_scores(pieces, scores, longest_left=False) == expected
         with pytest.raises(TypeError):  # other scores, another file
             merges_from_scores(pieces, [*scores[:-1], -4.0], longest_left=False)
-    assert [f for f in file.parent.iterdir()] == [file]
+    assert list(file.parent.iterdir()) == [file]
     outside = struct.pack("<6i", 0, 1, 2, 2, 1, 5)
     for content in (
         b"",
