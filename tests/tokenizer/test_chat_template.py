@@ -234,6 +234,43 @@ def test_a_hostile_template_is_an_error_of_its_request(
     assert HELLO == [{"role": "user", "content": "Hello"}]
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        '{% set l = range(99999) | list %}{{ l | select("in", l) | list | length }}',
+        "{% set l = range(99999) | list %}" + "{{ -1 in l }}" * 2000,
+        '{{ ("a" * 4000000) | wordwrap(1) | length }}',
+        "{{ a }}" * 100_000,  # its compiler takes long
+    ],
+    ids=["a test", "an operator", "a filter", "the source"],
+)
+def test_what_takes_long_without_a_loop_ends_too(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.3)
+    started = time.process_time()
+    with pytest.raises(ChatTemplateError, match=r"takes more than 0\.3 seconds"):
+        render(source)
+    assert time.process_time() - started < 2.0
+    assert render("{{ messages[0].content }}") == "Hello"
+
+
+def test_a_time_that_is_up_at_the_very_end_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.001)
+    num_late = 0
+    for i in range(200):
+        try:
+            with sandbox.TimeLimit():
+                time.sleep(0.0009 + i * 1e-6)
+        except sandbox.BudgetError:
+            num_late += 1
+    for _ in range(1000):  # whatever were still under way would be raised here
+        time.sleep(0)
+    assert num_late > 0
+
+
 @pytest.mark.parametrize("name", ["a text that doubles", "a list of large texts", "slices"])
 def test_a_greedy_template_gets_little_memory(name: str) -> None:
     template = ChatTemplate(HOSTILE[name][0])

@@ -14,7 +14,15 @@ from jinja2 import TemplateError, meta
 
 from minisgl.params import ChatTemplateError
 
-from .sandbox import MAX_TEXT_CHARS, BoundedEnvironment, Budget, BudgetError, RefusedError, budget
+from .sandbox import (
+    MAX_TEXT_CHARS,
+    BoundedEnvironment,
+    Budget,
+    BudgetError,
+    RefusedError,
+    TimeLimit,
+    budget,
+)
 
 MAX_SOURCE_CHARS = 1 << 20
 
@@ -29,9 +37,17 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template has over {MAX_SOURCE_CHARS} characters")
         self.special_tokens = dict(special_tokens or {})
         try:
-            self._tree = _ENVIRONMENT.parse(source)
-            self._template = _ENVIRONMENT.from_string(self._tree)
-        except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
+            with TimeLimit():
+                self._tree = _ENVIRONMENT.parse(source)
+                self._template = _ENVIRONMENT.from_string(self._tree)
+        except (
+            TemplateError,
+            SyntaxError,
+            RecursionError,
+            MemoryError,
+            ValueError,
+            BudgetError,
+        ) as error:
             raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
 
     @property
@@ -47,7 +63,8 @@ class ChatTemplate:
         values["messages"] = [_plain_message(message, i) for i, message in enumerate(messages)]
         token = budget.set(Budget())
         try:
-            return self._collect(values)
+            with TimeLimit():
+                return self._collect(values)
         except RefusedError as error:
             raise ChatTemplateError(f"the chat template refuses: {error}", "messages") from error
         except Exception as error:  # a template can raise anything at all

@@ -3,15 +3,18 @@
 Jinja's sandbox keeps a template from reaching Python's insides, but not from running for ever or
 from filling the memory. So the syntax tree gets a call of `spend` in every loop turn and macro, `~`
 and literals become checked calls, and the operators, methods and filters that can make much of
-little are checked before they run and counted after. Imports `jinja2` and the standard library
+little are checked before they run and counted after; `TimeLimit` ends what takes long without any
+of these. Imports `jinja2` and the standard library
 only. Invariant: a render ends within its budget or with `BudgetError`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -67,6 +70,50 @@ class Budget:
         self.chars -= chars
         if chars > MAX_TEXT_CHARS or self.chars < 0:
             raise BudgetError(f"it makes a text of more than {MAX_TEXT_CHARS} characters")
+
+
+class TimeUp(BaseException):
+    """Raised in a thread whose time is up; no `except Exception` on its way stops it."""
+
+
+class TimeLimit:
+    """Ends what the block runs in Python after `MAX_SECONDS` with a `BudgetError`.
+
+    The budget is asked by loops, macros and calls; a template can do without them, and its compiler
+    does. So a second thread watches, and raises `TimeUp` in this one, between two of its steps.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ctypes.c_ulong(threading.get_ident())
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+
+    def _watch(self) -> None:
+        wait = MAX_SECONDS
+        while not self._is_over.wait(wait):
+            with self._lock:
+                if not self._is_over.is_set():
+                    self._raise_there(ctypes.py_object(TimeUp))
+            wait = 0.2  # again, should something have caught it
+
+    def _raise_there(self, error: Any) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread, error)
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_over.set()
+            self._raise_there(None)  # takes back what was not raised yet
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._stop()
+        except TimeUp:  # it came just now: the block was done in time
+            self._stop()
+        if kind is TimeUp:
+            raise BudgetError(f"it takes more than {MAX_SECONDS} seconds: does it loop?") from None
 
 
 budget: ContextVar[Budget] = ContextVar("budget")
