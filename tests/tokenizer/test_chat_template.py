@@ -262,12 +262,11 @@ def test_a_time_that_is_up_at_the_very_end_leaves_nothing_behind(
     num_late = 0
     for i in range(200):
         try:
-            with sandbox.TimeLimit():
-                time.sleep(0.0009 + i * 1e-6)
+            sandbox.within_time(lambda: time.sleep(0.0008 + i * 2e-6))  # noqa: B023
         except sandbox.BudgetError:
             num_late += 1
-    for _ in range(1000):  # whatever were still under way would be raised here
-        time.sleep(0)
+    for _ in range(30):  # whatever were still under way would be raised here
+        time.sleep(0.01)
     assert num_late > 0
 
 

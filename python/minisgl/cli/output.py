@@ -76,6 +76,8 @@ def opened(args: argparse.Namespace) -> Iterator[LLM]:
     """The `LLM` that the flags describe, shut down at the end; an error ends the process anyway."""
     set_log_level(args)
     options = {"dtype": "auto", **engine_options(args)}
+    if args.quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     percent = -1
 
     def progress(done: int, total: int) -> None:

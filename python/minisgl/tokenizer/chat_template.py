@@ -20,8 +20,8 @@ from .sandbox import (
     Budget,
     BudgetError,
     RefusedError,
-    TimeLimit,
     budget,
+    within_time,
 )
 
 MAX_SOURCE_CHARS = 1 << 20
@@ -37,9 +37,8 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template has over {MAX_SOURCE_CHARS} characters")
         self.special_tokens = dict(special_tokens or {})
         try:
-            with TimeLimit():
-                self._tree = _ENVIRONMENT.parse(source)
-                self._template = _ENVIRONMENT.from_string(self._tree)
+            self._tree = within_time(lambda: _ENVIRONMENT.parse(source))
+            self._template = within_time(lambda: _ENVIRONMENT.from_string(self._tree))
         except (
             TemplateError,
             SyntaxError,
@@ -63,8 +62,7 @@ class ChatTemplate:
         values["messages"] = [_plain_message(message, i) for i, message in enumerate(messages)]
         token = budget.set(Budget())
         try:
-            with TimeLimit():
-                return self._collect(values)
+            return within_time(lambda: self._collect(values))
         except RefusedError as error:
             raise ChatTemplateError(f"the chat template refuses: {error}", "messages") from error
         except Exception as error:  # a template can raise anything at all

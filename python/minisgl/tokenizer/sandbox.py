@@ -3,7 +3,7 @@
 Jinja's sandbox keeps a template from reaching Python's insides, but not from running for ever or
 from filling the memory. So the syntax tree gets a call of `spend` in every loop turn and macro, `~`
 and literals become checked calls, and the operators, methods and filters that can make much of
-little are checked before they run and counted after; `TimeLimit` ends what takes long without any
+little are checked before they run and counted after; `within_time` ends what takes long without any
 of these. Imports `jinja2` and the standard library
 only. Invariant: a render ends within its budget or with `BudgetError`.
 """
@@ -17,9 +17,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jinja2 import nodes, pass_environment
 from jinja2.ext import Extension, loopcontrols
@@ -28,6 +29,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+T = TypeVar("T")
 
 MAX_TEXT_CHARS = 1 << 22
 MAX_ITEMS = 1 << 18
@@ -76,19 +79,38 @@ class TimeUp(BaseException):
     """Raised in a thread whose time is up; no `except Exception` on its way stops it."""
 
 
-class TimeLimit:
-    """Ends what the block runs in Python after `MAX_SECONDS` with a `BudgetError`.
+def within_time(work: Callable[[], T]) -> T:
+    """What `work` returns; a `BudgetError` after `MAX_SECONDS` of whatever it does in Python.
 
     The budget is asked by loops, macros and calls; a template can do without them, and its compiler
     does. So a second thread watches, and raises `TimeUp` in this one, between two of its steps.
     """
+    watch = _Watch()
+    try:
+        try:
+            watch.start()
+            return work()
+        finally:
+            watch.stop()
+    except TimeUp:
+        while not watch.is_stopped:
+            with suppress(TimeUp):
+                watch.stop()
+        raise BudgetError(f"it takes more than {MAX_SECONDS} seconds: does it loop?") from None
+
+
+class _Watch(threading.Thread):
+    """Raises `TimeUp` in the thread that made it, until it is stopped."""
 
     def __init__(self) -> None:
-        self._thread = ctypes.c_ulong(threading.get_ident())
+        super().__init__(daemon=True)
+        self.is_stopped = False
+        self._watched = ctypes.c_ulong(threading.get_ident())
         self._lock = threading.Lock()
         self._is_over = threading.Event()
 
-    def _watch(self) -> None:
+    def run(self) -> None:
+        """Wait for the end of the work or of its time."""
         wait = MAX_SECONDS
         while not self._is_over.wait(wait):
             with self._lock:
@@ -96,24 +118,15 @@ class TimeLimit:
                     self._raise_there(ctypes.py_object(TimeUp))
             wait = 0.2  # again, should something have caught it
 
-    def _raise_there(self, error: Any) -> None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread, error)
-
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """After this nothing is raised; it may itself be interrupted by `TimeUp`."""
         with self._lock:
             self._is_over.set()
             self._raise_there(None)  # takes back what was not raised yet
+            self.is_stopped = True
 
-    def __enter__(self) -> None:
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self._stop()
-        except TimeUp:  # it came just now: the block was done in time
-            self._stop()
-        if kind is TimeUp:
-            raise BudgetError(f"it takes more than {MAX_SECONDS} seconds: does it loop?") from None
+    def _raise_there(self, error: Any) -> None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._watched, error)
 
 
 budget: ContextVar[Budget] = ContextVar("budget")
