@@ -3,6 +3,7 @@
 #include "pool.h"
 
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "test.h"
@@ -58,6 +59,28 @@ void test_stealing(Family& family) {
   family.check(order == wanted, "tasks were not stolen from the end");
 }
 
+// The caller has nothing left to do while the worker is in its task: it must wait.
+void test_waiting(Family& family) {
+  set_num_threads(2);
+  for (int round = 0; round < 10; ++round) {
+    std::atomic<bool> started{false}, left{false};
+    int written = 0;
+    parallel_for(2, [&](int64_t i) {
+      if (i == 0) {
+        while (!started) std::this_thread::yield();
+        left = true;
+        return;
+      }
+      started = true;
+      while (!left) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      written = 1;
+    });
+    ++family.cases;
+    family.check(written == 1, "a call returned before its last task");
+  }
+}
+
 void test_many_callers(Family& family) {
   set_num_threads(3);
   std::atomic<int> wrong{0};
@@ -80,6 +103,7 @@ void test_pool(Family& family) {
   test_counts(family, 100);
   test_nesting(family);
   test_stealing(family);
+  test_waiting(family);
   test_many_callers(family);
   set_spin_us(spin);
 }
