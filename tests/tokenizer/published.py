@@ -81,9 +81,11 @@ def write_vocabulary(tokenizer_json: Path, path: Path, arch: str, **fields: Any)
 
 def _scores(tokens: list[str], types: list[int], merges: list[tuple[str, ...]]) -> list[float]:
     """The score that SentencePiece gives the piece of each merge: minus its place in the list."""
+    given = {token for token, kind in zip(tokens, types, strict=True) if kind == USER_DEFINED}
     rank: dict[str, int] = {}
     for left, right in merges:
-        rank.setdefault(left + right, len(rank))
+        if left + right not in given:
+            rank.setdefault(left + right, len(rank))
     worst = len(rank)
     return [
         -1000.0 if kind in (CONTROL, USER_DEFINED) else -float(rank.get(token, worst))

@@ -122,30 +122,36 @@ def gguf_as_hf(
         cfg |= {"sliding_window": get("attention.sliding_window"), "use_sliding_window": True}
         if arch == "llama":  # Mistral's files have the architecture of Llama
             cfg["model_type"] = "mistral"
+    if get("expert_count") and arch != "qwen3moe":
+        raise UnsupportedModelError(f"GGUF architecture {arch!r} with experts is not supported")
+    cfg |= _gguf_extras(arch, get, head_dim)
+    return {key: value for key, value in cfg.items() if value is not None}
+
+
+def _gguf_extras(arch: str, get: Any, head_dim: Any) -> dict[str, Any]:
+    """What one architecture has besides, said by its file or true of all its models."""
     if arch == "qwen3moe":
-        cfg |= {
+        return {
             "num_experts": get("expert_count"),
             "num_experts_per_tok": get("expert_used_count"),
             "moe_intermediate_size": get("expert_feed_forward_length"),
             "norm_topk_prob": True,
         }
-    elif get("expert_count"):
-        raise UnsupportedModelError(f"GGUF architecture {arch!r} with experts is not supported")
     if arch == "gemma3":
-        is_27b = get("block_count") == GEMMA3_27B_LAYERS
-        cfg |= {
+        by_width = _divide(get("embedding_length"), get("attention.head_count"))
+        return {
             "norm_weight_offset": 0.0,  # the file has the 1 added
-            "query_pre_attn_scalar": _divide(get("embedding_length"), num_heads)
-            if is_27b
-            else head_dim,
+            "query_pre_attn_scalar": (
+                by_width if get("block_count") == GEMMA3_27B_LAYERS else head_dim
+            ),
             "rope_local_base_freq": get("rope.freq_base_swa") or 10000.0,
             "layer_types": _gemma_layer_types(get),
             "final_logit_softcapping": get("final_logit_softcapping"),
         }
     if arch == "phi3":
         original = get("rope.scaling.original_context_length")
-        cfg["original_max_position_embeddings"] = original or get("context_length")
-    return {key: value for key, value in cfg.items() if value is not None}
+        return {"original_max_position_embeddings": original or get("context_length")}
+    return {}
 
 
 def _gemma_layer_types(get: Any) -> list[str] | None:
