@@ -68,7 +68,7 @@ native-digests:
 
 test-native: native-digests ## C++ tests of the kernels on this processor, also under sanitizers
 	$(call build_native_tests,native-tests-sanitized,-DCMAKE_BUILD_TYPE=Debug \
-	    -DCMAKE_CXX_FLAGS="-O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined")
+	    -DCMAKE_CXX_FLAGS="-O1 -fsanitize=address -fsanitize=undefined -fno-sanitize-recover=undefined")
 	build/native-tests-sanitized/native_tests > build/digests-sanitized
 	diff build/native-tests/digests build/digests-sanitized
 

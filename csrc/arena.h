@@ -7,8 +7,8 @@
 
 namespace minisgl {
 
-// `bytes` of memory on a cache line's boundary, uninitialised. A chunk is given back when nothing in
-// it is used any more. Throws std::bad_alloc.
+// `bytes` of memory on a cache line's boundary, uninitialised. A chunk is given back when nothing
+// in it is used any more. Throws std::bad_alloc.
 std::shared_ptr<uint8_t> weight_memory(int64_t bytes);
 
 }  // namespace minisgl

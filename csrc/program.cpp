@@ -114,7 +114,8 @@ void Program::run_parts(const Tile& tile, size_t begin, size_t end) {
   constexpr int64_t kElementsPerTask = 32768;
   const int64_t blocks = (tile.rows + kTokenBlock - 1) / kTokenBlock;
   const int64_t wanted = tile.rows * elements / kElementsPerTask / blocks;
-  const int64_t slices = blocks > 8 ? 1 : std::clamp<int64_t>(wanted, 1, std::max<int64_t>(groups, 1));
+  const int64_t most = blocks > 8 ? 1 : std::max<int64_t>(groups, 1);
+  const int64_t slices = std::clamp<int64_t>(wanted, 1, most);
   parallel_for(blocks * slices, [&](int64_t task) {
     const int64_t row = task / slices * kTokenBlock, slice = task % slices;
     const Part part{row, std::min(row + kTokenBlock, tile.rows), groups * slice / slices,
