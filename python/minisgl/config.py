@@ -184,11 +184,13 @@ class SchedulerConfig(EngineConfig):
 
     `share_prefixes`: a request waits a step for what it shares with a prompt that is being computed
     if that is at least so many tokens; 0 never waits, and equal new prompts are each computed.
+    `admission`: a request starts when all worst cases fit at once, or (peak) at every later step.
     """
 
     max_extend_tokens: int = 8192
     cache_type: str = "radix"
     share_prefixes: int = 0
+    admission: str = "conservative"
     offline_mode: bool = False
     zmq_backend_addr: str = ""
     zmq_detokenizer_addr: str = ""
@@ -208,6 +210,10 @@ class SchedulerConfig(EngineConfig):
         )
         _check_int(
             "share_prefixes", "--share-prefixes", self.share_prefixes, 0, MAX_TOKENS_OF_A_POOL
+        )
+        _require(
+            self.admission in ("conservative", "peak"),
+            f"admission (--admission) must be conservative or peak, got {shown(self.admission)}",
         )
 
 

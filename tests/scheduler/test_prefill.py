@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from minisgl.core import Req, SamplingParams
+from minisgl.kvcache.radix_cache import RadixCacheHandle
 from minisgl.message import UserMsg
-from minisgl.scheduler.admission import PageDemand, conservative
+from minisgl.scheduler.admission import PageDemand
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.prefill import ChunkedReq, PrefillAdder, PrefillManager, clamp_max_tokens
@@ -80,7 +81,8 @@ def test_a_pending_request_knows_its_lengths() -> None:
 def test_a_candidate_needs_its_input_and_output_in_whole_pages_without_what_is_cached(
     input_len: int, output_len: int, cached_len: int, page_size: int, growth: int
 ) -> None:
-    demand = PageDemand.of_candidate(input_len, output_len, cached_len, page_size)
+    prefix = RadixCacheHandle(cached_len, None)  # type: ignore[arg-type]
+    demand = PageDemand.of_candidate(input_len, output_len, prefix, page_size)
     assert demand.growth == growth
 
 
@@ -91,13 +93,7 @@ def test_a_candidate_needs_its_input_and_output_in_whole_pages_without_what_is_c
 def test_a_request_with_a_row_still_needs_all_but_its_last_token(
     cached_len: int, max_device_len: int, page_size: int, growth: int
 ) -> None:
-    assert PageDemand.of_running(cached_len, max_device_len, page_size).growth == growth
-
-
-def test_the_default_policy_lets_all_worst_cases_meet() -> None:
-    promised = [PageDemand(held=2, worst=5), PageDemand(held=4, worst=4)]
-    assert conservative(PageDemand(0, 7), promised, 10)
-    assert not conservative(PageDemand(0, 8), promised, 10)
+    assert PageDemand.of_holder(cached_len, max_device_len, None, page_size).growth == growth
 
 
 # --- PrefillAdder ---

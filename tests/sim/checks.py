@@ -70,7 +70,6 @@ def check_pages(world: World) -> None:
     num_pages, table = world.config.num_pages, world.engine.table
     cached = resident(world)
     heads, locked, rows = [manager.free_slots.numpy(), cached[::page_size]], [], []
-    growth = 0
     for row, req in world.live.items():
         locked_len = req.cache_handle.cached_len if req.cache_handle is not None else 0
         end = manager._owners[row][1] * page_size
@@ -79,14 +78,12 @@ def check_pages(world: World) -> None:
         heads.append(table[row, locked_len:end:page_size])
         locked.append(table[row, :locked_len:page_size])
         rows.append(table[row, :end])
-        growth += worst_growth(world, req)
     counts = np.bincount(np.concatenate(heads) // page_size, minlength=num_pages)
     if len(counts) != num_pages or (counts != 1).any():
         raise Violation(f"I1: pages are owned {counts.tolist()} times; {describe(world)}")
-    if growth > manager.available_pages:
-        raise Violation(f"I7: {growth} pages are promised, {manager.available_pages} available")
     if not rows:
         return
+    check_promises(world)
     is_cached = np.zeros(num_pages, dtype=bool)
     is_cached[cached // page_size] = True
     if not is_cached[np.concatenate(locked) // page_size].all():
@@ -97,14 +94,39 @@ def check_pages(world: World) -> None:
             raise Violation("I1: a row tears a page apart")
 
 
-def worst_growth(world: World, req: Req) -> int:
-    """Pages that a live request may still take, counted afresh."""
-    if req.finish_reason is not None:
-        return 0
-    script = world.engine.scripts[req.uid]
-    longest = script.prompt_len + world.book[req.uid].max_tokens - 1
-    page_size = world.config.page_size
-    return max(div_ceil(longest, page_size) - div_ceil(req.cached_len, page_size), 0)
+def check_promises(world: World) -> None:
+    """I7, counted afresh, page by page: what everyone may still come to need fits.
+
+    Decode step 1 is the next one; step 0 is the last of the prefill steps before it, if a prompt is
+    half computed. A page is in use until the last of those who hold it has ended; with overlap one
+    step more, but whatever drains now has drained by the step after the next.
+    """
+    manager, page_size = world.scheduler.cache_manager, world.config.page_size
+    lag, is_half, growth = int(world.config.overlap), False, 0
+    last_use = np.full(world.config.num_pages, -1)
+    stored, steps, held = [], [], []
+    for row, req in world.live.items():
+        num_held = manager._owners[row][1]
+        tokens, rest = req.cached_len, 0
+        if req.finish_reason is None:
+            prompt_len = world.engine.scripts[req.uid].prompt_len
+            tokens = max(req.cached_len, prompt_len)
+            rest = prompt_len + world.book[req.uid].max_tokens - 1 - tokens
+            is_half |= req.cached_len < prompt_len
+            growth += max(div_ceil(tokens + rest, page_size) - num_held, 0)
+        stored.append(tokens)
+        steps.append(rest)
+        held.append(num_held)
+        pages = world.engine.table[row, : num_held * page_size : page_size] // page_size
+        last_use[pages] = np.maximum(last_use[pages], rest + lag)
+    if world.config.admission == "conservative" and growth > manager.available_pages:
+        raise Violation(f"I7: {growth} pages are promised, {manager.available_pages} available")
+    step = np.arange(0 if is_half else 1, max(steps) + 2)[:, None]
+    longest = (np.array(stored) + np.minimum(step, steps) + page_size - 1) // page_size
+    grown = np.where(step <= np.array(steps) + lag, np.maximum(longest - held, 0), 0).sum(1)
+    in_use = (last_use >= step).sum(1) + grown
+    if len(in_use) and in_use.max() > world.config.num_pages:
+        raise Violation(f"I7: {in_use.tolist()} pages may be in use at the steps from {step[0]} on")
 
 
 def check_tree(world: World) -> None:

@@ -56,6 +56,7 @@ def random_config(case: Case, rng: random.Random) -> WorldConfig:
         max_len=rng.choice([256, 256, rng.randint(2, 64)]),
         pad_decode_to=rng.choice([1, 1, 2, 4]),
         share_prefixes=rng.choice([0, 1, 1, rng.randint(1, 8)]) if case.shares else 0,
+        admission=rng.choice(["conservative", "peak", "peak"]),
     )
 
 

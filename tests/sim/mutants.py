@@ -6,7 +6,8 @@ wrap methods from outside, so that they stay mutants of whatever the scheduler b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from pytest import MonkeyPatch
 
 from minisgl.core import Req
 from minisgl.kvcache import MatchResult
-from minisgl.scheduler import PageDemand, PendingReq
+from minisgl.scheduler import PageDemand, PendingReq, admission
 
 from .world import World
 
@@ -43,16 +44,19 @@ def drop_a_lock(world: World, patch: MonkeyPatch) -> None:
 
 def reserve_tokens(world: World, patch: MonkeyPatch) -> None:
     """Count tokens where whole pages must be counted; the same at page size 1."""
-    demand_of: Any = PageDemand  # of fractions of pages
 
-    def of_candidate(input_len: int, output_len: int, cached_len: int, page_size: int) -> Any:
-        return demand_of(cached_len / page_size, (input_len + output_len) / page_size)
+    def in_fractions(make: Any) -> Any:
+        def mutated(*args: Any, **kwargs: Any) -> Any:
+            *lens, prefix, page_size = args
+            whole = make(*lens, prefix, 1, **kwargs)  # with pages of one token
+            return dataclasses.replace(
+                whole, held=whole.held / page_size, worst=whole.worst / page_size
+            )
 
-    def of_running(cached_len: int, max_device_len: int, page_size: int) -> Any:
-        return demand_of(cached_len / page_size, (max_device_len - 1) / page_size)
+        return staticmethod(mutated)
 
-    patch.setattr(PageDemand, "of_candidate", staticmethod(of_candidate))
-    patch.setattr(PageDemand, "of_running", staticmethod(of_running))
+    patch.setattr(PageDemand, "of_candidate", in_fractions(PageDemand.of_candidate))
+    patch.setattr(PageDemand, "of_holder", in_fractions(PageDemand.of_holder))
 
 
 def free_twice(world: World, patch: MonkeyPatch) -> None:
@@ -189,6 +193,98 @@ def overtake_a_waiting_request(world: World, patch: MonkeyPatch) -> None:
     patch.setattr(queue, "schedule_next_batch", mutated)
 
 
+def change_the_demands(
+    world: World, patch: MonkeyPatch, change: Callable[[PageDemand, list[PageDemand]], Any]
+) -> None:
+    """Let the policy see other demands: `change` gets the candidate's and those of the others."""
+    queue = world.scheduler.prefill_manager
+    policy = queue.policy
+
+    def mutated(candidate: PageDemand, promised: Sequence[PageDemand], pool: Any) -> bool:
+        return policy(*change(candidate, list(promised)), pool)
+
+    patch.setattr(queue, "policy", mutated)
+
+
+def release_a_step_early(world: World, patch: MonkeyPatch) -> None:
+    """Count on pages of a request that ends before its results can have been processed."""
+    patch.setattr(admission, "LAG", 0)
+
+
+def charge_the_first_holder(world: World, patch: MonkeyPatch) -> None:
+    """Let a shared page go when the first of its holders ends."""
+    cache = world.scheduler.cache_manager.prefix_cache
+    shared_lens = cache.shared_lens
+    patch.setattr(cache, "shared_lens", lambda handles: shared_lens(handles[::-1])[::-1])
+
+
+def take_hits_for_free(world: World, patch: MonkeyPatch) -> None:
+    """Charge nothing for what a newcomer finds in the cache, though it keeps it longer."""
+
+    def change(candidate: PageDemand, promised: list[PageDemand]) -> Any:
+        hit = candidate.prefix.cached_len if candidate.prefix is not None else 0
+        return dataclasses.replace(candidate, tokens=candidate.tokens - hit, prefix=None), promised
+
+    change_the_demands(world, patch, change)
+
+
+def ignore_the_shift(world: World, patch: MonkeyPatch) -> None:
+    """Let the others decode while a prompt is computed: they would end that much sooner."""
+
+    def change(candidate: PageDemand, promised: list[PageDemand]) -> Any:
+        num_missing = candidate.tokens - candidate.prefix.cached_len  # type: ignore[union-attr]
+        num_chunks = -(-num_missing // world.config.budget)
+        return candidate, [
+            dataclasses.replace(d, until=d.until - num_chunks, tokens=d.tokens + num_chunks)
+            for d in promised
+            if d.until >= num_chunks
+        ]
+
+    change_the_demands(world, patch, change)
+
+
+def round_down_pages(world: World, patch: MonkeyPatch) -> None:
+    """Count only full pages in the profile."""
+
+    def change(candidate: PageDemand, promised: list[PageDemand]) -> Any:
+        less = world.config.page_size - 1
+        candidate, *promised = [
+            dataclasses.replace(d, tokens=d.tokens - less) for d in [candidate, *promised]
+        ]
+        return candidate, promised
+
+    change_the_demands(world, patch, change)
+
+
+def forget_the_half_prefilled(world: World, patch: MonkeyPatch) -> None:
+    """Take what is computed of a prompt for all that it needs."""
+
+    def change(candidate: PageDemand, promised: list[PageDemand]) -> Any:
+        queue = world.scheduler.prefill_manager.pending_list
+        halves = [p.chunked_req.cache_handle for p in queue if p.chunked_req]
+        return candidate, [d for d in promised if not any(d.prefix is half for half in halves)]
+
+    change_the_demands(world, patch, change)
+
+
+def forget_the_rest_of_the_batch(world: World, patch: MonkeyPatch) -> None:
+    """Admit each of a batch as if the others of the batch had not been admitted."""
+
+    def change(candidate: PageDemand, promised: list[PageDemand]) -> Any:
+        return candidate, promised[: len(world.scheduler.cache_manager.holders)]
+
+    change_the_demands(world, patch, change)
+
+
+def forget_who_drains(world: World, patch: MonkeyPatch) -> None:
+    """Count the pages of those whose last step is in flight as free."""
+
+    def change(candidate: PageDemand, promised: list[PageDemand]) -> Any:
+        return candidate, [d for d in promised if d.until > admission.LAG]
+
+    change_the_demands(world, patch, change)
+
+
 MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
     mutant.__name__: mutant
     for mutant in (
@@ -206,5 +302,13 @@ MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
         share_the_stale_chunk,
         wait_for_ever,
         overtake_a_waiting_request,
+        release_a_step_early,
+        charge_the_first_holder,
+        take_hits_for_free,
+        ignore_the_shift,
+        round_down_pages,
+        forget_the_half_prefilled,
+        forget_the_rest_of_the_batch,
+        forget_who_drains,
     )
 }

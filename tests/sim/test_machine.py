@@ -22,6 +22,7 @@ configs = st.builds(
     vocab_size=st.integers(2, 3),
     pad_decode_to=st.sampled_from([1, 2]),
     share_prefixes=st.sampled_from([0, 1, 1, 3]),
+    admission=st.sampled_from(["conservative", "peak"]),
 )
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 

@@ -43,6 +43,7 @@ class WorldConfig:
     max_len: int = 256
     pad_decode_to: int = 1
     share_prefixes: int = 0
+    admission: str = "conservative"
 
 
 @dataclass
@@ -86,6 +87,7 @@ class World:
             max_extend_tokens=config.budget,
             cache_type=config.cache_type,  # type: ignore[arg-type]
             share_prefixes=config.share_prefixes,
+            admission=config.admission,
         )
         self.scheduler = Scheduler(scheduler_config, self.engine, self, eos_token_ids=[EOS])
         self.book: dict[int, Entry] = {}

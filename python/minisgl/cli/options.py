@@ -100,6 +100,14 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
         "model: what its authors advise counts where a request is silent; none (default model)",
     ),
     (
+        "admission",
+        "--admission",
+        str,
+        "POLICY",
+        "when a request may start: conservative, if all requests fit at their longest at once; peak, "
+        "if they fit at every later step, which lets more run (default conservative)",
+    ),
+    (
         "attention_backend",
         "--attention-backend --attn",
         str,

@@ -124,6 +124,10 @@ class BasePrefixCache(ABC):
     def lock_handle(self, handle: BaseCacheHandle, unlock: bool = False) -> None:
         """Protect a prefix from eviction, or take one protection back; locks count."""
 
+    def shared_lens(self, handles: Sequence[BaseCacheHandle | None]) -> list[int]:
+        """Of each prefix, how many tokens lie in the prefix of a handle before it in the list."""
+        return [0] * len(handles)
+
     @abstractmethod
     def evict(self, size: int) -> torch.Tensor:
         """Forget at least `size` tokens, least recently used first; returns all their locations.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -184,6 +184,23 @@ class RadixPrefixCache(BasePrefixCache):
             self._enqueue(start)
         else:
             self._recent.pop(start, None)
+
+    def shared_lens(self, handles: Sequence[BaseCacheHandle | None]) -> list[int]:
+        """Of each prefix, how many tokens lie in the prefix of a handle before it in the list."""
+        seen: set[RadixTreeNode] = set()
+        shared = []
+        for handle in handles:
+            node: RadixTreeNode | None = None
+            length = 0
+            if handle is not None:
+                assert isinstance(handle, RadixCacheHandle)
+                node, length = handle.node, handle.cached_len
+            while node is not None and node not in seen:
+                seen.add(node)
+                length -= len(node.key)
+                node = node.parent
+            shared.append(length)
+        return shared
 
     def evict(self, size: int) -> torch.Tensor:
         """Free least recently used unlocked leaves, and their parents after them."""

@@ -8,7 +8,7 @@ May import `core`, `config`, `message`, `kvcache`, `utils`, `env`.
 
 from minisgl.config import SchedulerConfig
 
-from .admission import AdmissionPolicy, PageDemand, conservative
+from .admission import AdmissionPolicy, PageDemand, conservative, peak
 from .cache import CacheManager
 from .decode import DecodeManager
 from .prefill import ChunkedReq, PrefillAdder, PrefillManager
@@ -35,4 +35,5 @@ __all__ = [
     "StepRecord",
     "TableManager",
     "conservative",
+    "peak",
 ]

@@ -1,30 +1,41 @@
-"""Admission: may one more request start, given what is promised to those that hold a row?
+"""Admission: may one more request start, given what is promised to those that hold pages?
 
-A policy is a pure function. It sees page counts only, so that its safety can be checked without an
-engine. The theorem it must keep: if it says yes, no later allocation of any admitted request fails.
+A policy is a pure function of what each request holds and may come to need. The theorem it must
+keep: if it says yes, no later allocation of any admitted request fails. docs/scheduling.md proves
+it for both. The clock is the decode step: every running request is in every decode batch, advances
+by one token in it, and stands still while prompts are computed, which all comes first. Whatever
+computes prompts and answers in one batch, or several tokens of an answer in a step, breaks that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from minisgl.kvcache import BaseCacheHandle, BasePrefixCache
 from minisgl.utils import div_ceil
+
+# Under overlap a step is allocated before the results of the one before it give pages back.
+LAG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PageDemand:
     """What one request holds and may come to need.
 
-    held: pages that are its own or locked for it. worst: pages it holds at its longest. It advances
-    by `min_advance` to `max_advance` tokens in each decode step.
+    held: pages that are its own or locked for it. worst: pages it holds at its longest. tokens:
+    what it has stored when its prompt is computed. until: the last decode step (the next one is 1)
+    that may find its pages in use. prefix: what it locks, or would lock.
     """
 
     held: int
     worst: int
-    min_advance: int = 1
-    max_advance: int = 1
+    tokens: int = 0
+    until: int = 0
+    prefix: BaseCacheHandle | None = None
 
     @property
     def growth(self) -> int:
@@ -33,29 +44,71 @@ class PageDemand:
 
     @classmethod
     def of_candidate(
-        cls, input_len: int, output_len: int, cached_len: int, page_size: int
+        cls, input_len: int, output_len: int, prefix: BaseCacheHandle, page_size: int
     ) -> PageDemand:
-        """The demand of a request that would start with `cached_len` tokens from the cache."""
-        return cls(cached_len // page_size, div_ceil(input_len + output_len, page_size))
+        """The demand of a request that would start with `prefix` from the cache."""
+        held, worst = prefix.cached_len // page_size, div_ceil(input_len + output_len, page_size)
+        return cls(held, worst, input_len, output_len - 1 + LAG, prefix)
 
     @classmethod
-    def of_running(cls, cached_len: int, max_device_len: int, page_size: int) -> PageDemand:
-        """The demand of a request with a row; its very last token is never stored."""
-        return cls(div_ceil(cached_len, page_size), div_ceil(max_device_len - 1, page_size))
+    def of_holder(
+        cls,
+        cached_len: int,
+        max_device_len: int,
+        prefix: BaseCacheHandle | None,
+        page_size: int,
+        *,
+        prompt_len: int = 0,
+    ) -> PageDemand:
+        """The demand of a request with pages; its very last token is never stored.
+
+        prompt_len: given if the prompt is computed only up to `cached_len`.
+        """
+        tokens = max(cached_len, prompt_len)
+        held, worst = div_ceil(cached_len, page_size), div_ceil(max_device_len - 1, page_size)
+        return cls(held, worst, tokens, max_device_len - 1 - tokens + LAG, prefix)
 
 
-class AdmissionPolicy(Protocol):
-    """Says whether `candidate` may start; `available_pages` are those free or evictable now."""
+class Pool(Protocol):
+    """What a policy sees of the pool: `CacheManager`. Available: free, or cached and unlocked."""
 
-    def __call__(
-        self, candidate: PageDemand, promised: Sequence[PageDemand], available_pages: int
-    ) -> bool:
-        """Whether the candidate fits beside everything that is promised."""
-        ...
+    num_pages: int
+    page_size: int
+    prefix_cache: BasePrefixCache
+
+    @property
+    def available_pages(self) -> int: ...  # noqa: D102
 
 
-def conservative(
-    candidate: PageDemand, promised: Sequence[PageDemand], available_pages: int
-) -> bool:
+AdmissionPolicy = Callable[[PageDemand, Sequence[PageDemand], Pool], bool]
+
+
+def conservative(candidate: PageDemand, promised: Sequence[PageDemand], pool: Pool) -> bool:
     """Admit only if everybody's worst case fits at the same time."""
-    return candidate.growth + sum(demand.growth for demand in promised) <= available_pages
+    growth = candidate.growth + sum([demand.growth for demand in promised])
+    return growth <= pool.available_pages
+
+
+def peak(candidate: PageDemand, promised: Sequence[PageDemand], pool: Pool) -> bool:
+    """Admit if the pages in use fit at every later step, and whenever `conservative` does."""
+    if conservative(candidate, promised, pool):
+        return True
+    return peak_pages([*promised, candidate], pool) <= pool.num_pages
+
+
+def peak_pages(demands: Sequence[PageDemand], pool: Pool) -> int:
+    """At most so many pages are in use at any later step, if everybody goes on to the end.
+
+    Between two ends use only grows, so it is highest at the last step before an end. A shared page
+    is charged to its last holder. Pages begun are rounded up together, at most one a request.
+    """
+    latest_first = sorted(demands, key=lambda demand: -demand.until)
+    shared = pool.prefix_cache.shared_lens([demand.prefix for demand in latest_first])
+    until = np.array([demand.until for demand in latest_first], dtype=np.int64)
+    tokens = np.array([demand.tokens for demand in latest_first], dtype=np.int64)
+    tokens += pool.page_size - 1 - np.array(shared, dtype=np.int64)
+    in_use = tokens.cumsum() + until * np.arange(1, len(until) + 1)
+    return int(in_use.max()) // pool.page_size
+
+
+POLICIES: dict[str, AdmissionPolicy] = {"conservative": conservative, "peak": peak}

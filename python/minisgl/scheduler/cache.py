@@ -53,6 +53,11 @@ class CacheManager:
         return len(self._free_list)
 
     @property
+    def holders(self) -> list[Req]:
+        """The requests that hold pages, each row's last batch."""
+        return [req for req, _ in self._owners.values()]
+
+    @property
     def num_owned_pages(self) -> int:
         """Pages that live requests own alone."""
         return sum(

@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from minisgl.core import Batch, Req
 from minisgl.utils import OrderedSet
 
-from .admission import PageDemand
-
 
 class DecodeManager:
     """Keeps running requests in the order in which their prompts were completed."""
@@ -35,13 +33,6 @@ class DecodeManager:
     def inflight_tokens(self) -> int:
         """An upper bound on the tokens that running requests may still take from the pool."""
         return sum(req.remain_len + self.page_size - 1 for req in self._running)
-
-    def page_demands(self) -> list[PageDemand]:
-        """The exact worst case of each running request, in pages."""
-        return [
-            PageDemand.of_running(req.cached_len, req.max_device_len, self.page_size)
-            for req in self._running
-        ]
 
     def filter_reqs(self, reqs: Iterable[Req]) -> None:
         """After a forward: take in those of `reqs` that go on, drop those that cannot."""

@@ -51,9 +51,9 @@ class ChunkedReq(Req):
 class PrefillAdder:
     """Builds one prefill batch under a token budget.
 
-    reserved_size: tokens promised to requests that hold a row. `promised` gives the same request by
-    request, for policies that need more than the sum; both count. min_shared: whole pages, in
-    tokens. in_flight: what the batch before this one computes; `started` is what this one does.
+    reserved_size: tokens promised to others. `promised` says it request by request, for policies
+    that need more than the sum; both count. min_shared: whole pages, in tokens. in_flight: what the
+    batch before this one computes; `started` is what this one does.
     """
 
     def __init__(
@@ -78,8 +78,10 @@ class PrefillAdder:
         self.in_flight = in_flight
         self.started: set[PrefixKey] = set()
         self.waits_for: str | None = None
-        if reserved_size:
-            self.promised.append(PageDemand(0, div_ceil(reserved_size, cache_manager.page_size)))
+        if reserved_size:  # for nobody knows how long
+            worst = div_ceil(reserved_size, cache_manager.page_size)
+            until = cache_manager.num_pages * cache_manager.page_size
+            self.promised.append(PageDemand(0, worst, reserved_size, until))
 
     def try_add_one(self, pending: PendingReq) -> Req | None:
         """The next chunk of `pending` as a request of this batch, None if it has to wait."""
@@ -105,13 +107,13 @@ class PrefillAdder:
             self.waits_for = WAITS_FOR_PREFIX
             return None
         demand = PageDemand.of_candidate(
-            pending.input_len, pending.output_len, handle.cached_len, cache.page_size
+            pending.input_len, pending.output_len, handle, cache.page_size
         )
-        if not self.policy(demand, self.promised, cache.available_pages):
+        if not self.policy(demand, self.promised, cache):
             self.waits_for = WAITS_FOR_PAGES
             return None
         cache.lock(handle)  # what it locks is no longer evictable: look again
-        if not self.policy(demand, self.promised, cache.available_pages):
+        if not self.policy(demand, self.promised, cache):
             cache.unlock(handle)
             self.waits_for = WAITS_FOR_PAGES
             return None
@@ -206,7 +208,7 @@ class PrefillManager:
             reserved_size=0,
             cache_manager=self.cache_manager,
             table_manager=self.table_manager,
-            promised=self.decode_manager.page_demands() + self._half_prefilled_demands(),
+            promised=self._promised(),
             policy=self.policy,
             min_shared=self.min_shared,
             in_flight=in_flight,
@@ -227,15 +229,26 @@ class PrefillManager:
         self._in_flight = frozenset(adder.started)
         return Batch(reqs, "prefill") if reqs else None
 
-    def _half_prefilled_demands(self) -> list[PageDemand]:
-        page_size = self.cache_manager.page_size
-        return [
-            PageDemand.of_running(
-                pending.chunked_req.cached_len, pending.input_len + pending.output_len, page_size
+    def _promised(self) -> list[PageDemand]:
+        """What everyone who holds pages may come to need, also who has ended but not drained."""
+        halves = {p.chunked_req.table_idx: p for p in self.pending_list if p.chunked_req}
+        demands = []
+        for req in self.cache_manager.holders:
+            prompt_len, longest = 0, req.max_device_len
+            if half := halves.get(req.table_idx):
+                prompt_len, longest = half.input_len, half.input_len + half.output_len
+            elif req.finish_reason is not None:
+                longest = req.cached_len + 1
+            demands.append(
+                PageDemand.of_holder(
+                    req.cached_len,
+                    longest,
+                    req.cache_handle,
+                    self.cache_manager.page_size,
+                    prompt_len=prompt_len,
+                )
             )
-            for pending in self.pending_list
-            if pending.chunked_req
-        ]
+        return demands
 
     def abort_req(self, uid: int) -> PendingReq | None:
         """Take request `uid` out of the queue and return it, None if it is not there."""

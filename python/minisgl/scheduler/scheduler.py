@@ -26,7 +26,7 @@ from minisgl.message import (
 )
 from minisgl.utils import OrderedSet, init_logger
 
-from .admission import AdmissionPolicy, conservative
+from .admission import POLICIES
 from .cache import CacheManager
 from .decode import DecodeManager
 from .prefill import PrefillManager, clamp_max_tokens
@@ -63,7 +63,6 @@ class Scheduler:
         *,
         eos_token_ids: Iterable[int] = (),
         ticks: Iterator[int] | None = None,
-        policy: AdmissionPolicy = conservative,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -81,7 +80,7 @@ class Scheduler:
             self.cache_manager,
             self.table_manager,
             self.decode_manager,
-            policy,
+            POLICIES[config.admission],
             min_shared=config.share_prefixes if config.cache_type != "naive" else 0,
         )
         self.prefill_budget = config.max_extend_tokens
