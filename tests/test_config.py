@@ -40,6 +40,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "max_extend_tokens": 8192,
         "cache_type": "radix",
         "share_prefixes": 0,
+        "admission": "conservative",
         "offline_mode": False,
         "server_host": "127.0.0.1",
         "server_port": 1919,
@@ -79,6 +80,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("max_extend_tokens", "--max-prefill-length", [0, -1, 2**31, None]),
     ("cache_type", "--cache-type", ["lru", "", None]),
     ("share_prefixes", "--share-prefixes", [-1, 2**31, True, None, "32"]),
+    ("admission", "--admission", ["bold", "", None, 1]),
     ("server_port", "--port", [-1, 65536, "http"]),
     ("num_tokenizer", "--num-tokenizer", [0, MAX_TOKENIZER_PROCESSES + 1]),
 ]
@@ -108,6 +110,7 @@ def test_what_cannot_work_is_refused_and_the_flag_named(name: str, flag: str, va
         {"num_page_override": 2**31 - 2, "share_prefixes": 2**31 - 1},
         {"cuda_graph_bs": [1, 2, 4], "cuda_graph_max_bs": 0},
         {"server_port": 0, "num_tokenizer": MAX_TOKENIZER_PROCESSES, "cache_type": "naive"},
+        {"admission": "peak"},
     ],
 )
 def test_every_bound_itself_is_accepted(accepted: dict[str, Any]) -> None:

@@ -52,6 +52,7 @@ MISTAKES = [
     (["generate", "x", "--max-prefill-length", "0"], "--max-prefill-length"),
     (["generate", "x", "--cache-type", "lru"], "--cache-type"),
     (["generate", "x", "--share-prefixes", "-1"], "--share-prefixes"),
+    (["generate", "x", "--admission", "bold"], "--admission"),
     (["generate", "x", "--device", "tpu"], "--device"),
     (["generate", "x", "--model", ""], "--model"),
     (["generate", "x", "--system", "s"], "--chat"),

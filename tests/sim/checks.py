@@ -121,12 +121,14 @@ def check_promises(world: World) -> None:
         last_use[pages] = np.maximum(last_use[pages], rest + lag)
     if world.config.admission == "conservative" and growth > manager.available_pages:
         raise Violation(f"I7: {growth} pages are promised, {manager.available_pages} available")
-    step = np.arange(0 if is_half else 1, max(steps) + 2)[:, None]
+    ends = [0 if is_half else 1, *[rest + lag for rest in steps if rest + lag > 0]]
+    step = np.unique(ends)[:, None]  # between two ends use only grows
     longest = (np.array(stored) + np.minimum(step, steps) + page_size - 1) // page_size
     grown = np.where(step <= np.array(steps) + lag, np.maximum(longest - held, 0), 0).sum(1)
-    in_use = (last_use >= step).sum(1) + grown
-    if len(in_use) and in_use.max() > world.config.num_pages:
-        raise Violation(f"I7: {in_use.tolist()} pages may be in use at the steps from {step[0]} on")
+    num_over = np.bincount(last_use + 1, minlength=step.max() + 2).cumsum()[step[:, 0]]
+    in_use = world.config.num_pages - num_over + grown
+    if in_use.max() > world.config.num_pages:
+        raise Violation(f"I7: {in_use.tolist()} pages may be in use at steps {step[:, 0].tolist()}")
 
 
 def check_tree(world: World) -> None:

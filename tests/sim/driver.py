@@ -70,6 +70,7 @@ class Driver:
         self.pressure = rng.choice([0.05, 0.2, 0.5])
         self.abort_rate = rng.choice([0.0, 0.1, 0.4])
         self.fault_rate = rng.choice([0.0, 0.0, 0.1, 0.3])
+        self.goes_on = rng.random() < 0.4  # answers of many lengths, which no EOS ends
         self.prompts: list[list[int]] = [[]]
         self.reserved: list[int] = []
 
@@ -127,12 +128,14 @@ class Driver:
         rest = max(limit - len(prompt), 1)
         short = min(rest, rng.choice([4, 4, 2 * self.world.config.page_size]))
         max_tokens = rng.choice([1, rng.randint(1, short), rng.randint(1, short), rest + 2])
+        if self.goes_on:
+            max_tokens = rng.randint(1, max(rest // 2, 1))
         self.world.submit(
             uid,
             prompt,
             max_tokens,
             salt=rng.choice(SALTS),
-            ignore_eos=rng.random() < 0.5,
+            ignore_eos=self.goes_on or rng.random() < 0.5,
             stop_ids=[1] if rng.random() < 0.1 else [],
             nan_after=rng.choice([rng.randint(0, 3), -rng.randint(1, len(prompt) + 1)])
             if rng.random() < self.fault_rate

@@ -259,12 +259,14 @@ def round_down_pages(world: World, patch: MonkeyPatch) -> None:
 def forget_the_half_prefilled(world: World, patch: MonkeyPatch) -> None:
     """Take what is computed of a prompt for all that it needs."""
 
-    def change(candidate: PageDemand, promised: list[PageDemand]) -> Any:
-        queue = world.scheduler.prefill_manager.pending_list
-        halves = [p.chunked_req.cache_handle for p in queue if p.chunked_req]
-        return candidate, [d for d in promised if not any(d.prefix is half for half in halves)]
+    queue, manager = world.scheduler.prefill_manager, world.scheduler.cache_manager
+    promised = queue._promised
 
-    change_the_demands(world, patch, change)
+    def mutated() -> list[PageDemand]:
+        both = zip(promised(), manager.holders, strict=True)
+        return [demand for demand, req in both if req.is_sampled]
+
+    patch.setattr(queue, "_promised", mutated)
 
 
 def forget_the_rest_of_the_batch(world: World, patch: MonkeyPatch) -> None:

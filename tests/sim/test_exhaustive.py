@@ -29,6 +29,14 @@ CONFIGS = [
         share_prefixes=1,
     ),
 ]
+# At most three requests in four pages: two prompts that share a page, answers of one and of four.
+TINY_DEPTH = 5
+TINY = [
+    WorldConfig(num_pages=4, num_rows=3, vocab_size=3, admission="peak", overlap=overlap, **sizes)
+    for overlap in (False, True)
+    for sizes in ({"page_size": 1, "budget": 2}, {"page_size": 2, "budget": 8})
+]
+TINY_EVENTS = {"short": ([1, 2], 1), "long": ([1], 3), "shared": ([1, 2, 1], 1)}
 
 
 def play(config: WorldConfig, history: tuple[str, ...]) -> None:
@@ -64,6 +72,32 @@ configs = pytest.mark.parametrize("config", CONFIGS, ids=["chunks", "pages", "no
 @configs
 def test_every_short_history_holds(config: WorldConfig) -> None:
     play_all(config, SHORT_DEPTH)
+
+
+def play_tiny(config: WorldConfig, history: tuple[str, ...]) -> None:
+    world, num_uids = World(config, checks_all=False), 0
+    for event in history:
+        if event in TINY_EVENTS:
+            prompt, max_tokens = TINY_EVENTS[event]
+            max_tokens *= config.page_size
+            world.submit(num_uids, prompt, max_tokens, ignore_eos=event != "shared")
+            num_uids += 1
+        elif event == "abort":
+            world.abort(max(num_uids - 2, 0))
+        else:
+            world.step()
+    world.drain()
+
+
+@pytest.mark.parametrize("config", TINY, ids=lambda c: f"{c.page_size}-{c.overlap}")
+def test_three_requests_in_four_pages_admitted_by_their_peak(config: WorldConfig) -> None:
+    for history in itertools.product((*TINY_EVENTS, "abort", "turn"), repeat=TINY_DEPTH):
+        num_submits = sum(event in TINY_EVENTS for event in history)
+        if history[0] in TINY_EVENTS and 2 <= num_submits <= 3:
+            try:
+                play_tiny(config, history)
+            except Exception as error:
+                raise AssertionError(f"{history} in {config}") from error
 
 
 @pytest.mark.slow

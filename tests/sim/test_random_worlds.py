@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from minisgl.scheduler import conservative
+
 from .driver import Case, run_case
 from .replay import SEEDS, load, play
 from .world import World
@@ -81,6 +83,14 @@ def watch(world: World, seen: Counter[str]) -> None:
             seen["prefix hits"] += req.cache_handle.cached_len > 0
         return batch
 
+    policy = queue.policy
+
+    def counted_policy(*args):  # type: ignore[no-untyped-def]
+        admits = policy(*args)
+        seen["admitted by the peak alone"] += admits and not conservative(*args)
+        return admits
+
+    queue.policy = counted_policy
     cache.evict = counted_evict  # type: ignore[method-assign]
     manager.cache_req = counted_cache_req  # type: ignore[method-assign]
     queue.schedule_next_batch = counted_schedule  # type: ignore[method-assign]
@@ -103,6 +113,7 @@ def test_the_generator_reaches_every_corner() -> None:
         "head waits for token budget",
         "head waits for shared prefix",
         "shared chunks",
+        "admitted by the peak alone",
         "idle",
         "stop",
         "length",
