@@ -1,11 +1,11 @@
 """How many requests run at once under each admission policy? python benchmark/admission.py
 
-First 500 requests that come together, prompt and answer uniform in 100 to 1,024 tokens, EOS ignored,
-a pool of 20,000 tokens, on the simulated engine: mean number of running requests, decode steps, and
-both relative to the conservative policy. Then 100 small random traces with shared prefixes, chunked
-prompts, aborts, pages of 1, 4 and 16 tokens and both loops. The simulated world holds every token
-against what the request alone would get, counts each page after every step, and raises at the first
-allocation that fails. Nothing is ever preempted: a request that has started is in every decode step.
+First 500 requests that come together, prompt and answer uniform in 100 to 1,024 tokens, EOS
+ignored, a pool of 20,000 tokens, on the simulated engine: mean number of running requests, decode
+steps, and both relative to the conservative policy. Then 100 small random traces with shared
+prefixes, chunked prompts, aborts, pages of 1, 4 and 16 tokens and both loops. The simulated world
+holds every token against what the request alone would get, counts each page after every step, and
+raises at the first allocation that fails, or if a request that runs is put back.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from minisgl.scheduler import StepRecord
 from minisgl.scheduler.admission import POLICIES
+
 from tests.sim.world import World, WorldConfig
 
 MORE_AT_ONCE, FEWER_STEPS = 1.3, 0.77

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-
 from benchmark.admission import Load, compare
+
 from minisgl.kvcache import BaseCacheHandle, RadixPrefixCache
 from minisgl.scheduler.admission import LAG, PageDemand, conservative, peak, peak_pages
+
 from tests.sim.world import WorldConfig
 
 
@@ -31,7 +32,9 @@ class Pool:
 
     def prefix(self, num_tokens: int) -> BaseCacheHandle:
         """The first tokens of what is cached, in whole pages."""
-        handle: BaseCacheHandle = self.prefix_cache.match_prefix(torch.arange(num_tokens)).cuda_handle
+        handle: BaseCacheHandle = self.prefix_cache.match_prefix(
+            torch.arange(num_tokens)
+        ).cuda_handle
         return handle
 
 

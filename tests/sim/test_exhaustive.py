@@ -29,14 +29,14 @@ CONFIGS = [
         share_prefixes=1,
     ),
 ]
-# At most three requests in four pages: two prompts that share a page, answers of one and of four.
-TINY_DEPTH = 5
+# Two or three requests in four pages, one of which can end while another grows.
+TINY_SHORT_DEPTH, TINY_LONG_DEPTH = 4, 6
 TINY = [
     WorldConfig(num_pages=4, num_rows=3, vocab_size=3, admission="peak", overlap=overlap, **sizes)
     for overlap in (False, True)
     for sizes in ({"page_size": 1, "budget": 2}, {"page_size": 2, "budget": 8})
 ]
-TINY_EVENTS = {"short": ([1, 2], 1), "long": ([1], 3), "shared": ([1, 2, 1], 1)}
+TINY_EVENTS = {"short": ([2], 1), "long": ([1], 3), "shared": ([1, 2, 1], 1)}
 
 
 def play(config: WorldConfig, history: tuple[str, ...]) -> None:
@@ -89,9 +89,22 @@ def play_tiny(config: WorldConfig, history: tuple[str, ...]) -> None:
     world.drain()
 
 
-@pytest.mark.parametrize("config", TINY, ids=lambda c: f"{c.page_size}-{c.overlap}")
+tiny = pytest.mark.parametrize("config", TINY, ids=lambda c: f"{c.page_size}-{c.overlap}")
+
+
+@tiny
 def test_three_requests_in_four_pages_admitted_by_their_peak(config: WorldConfig) -> None:
-    for history in itertools.product((*TINY_EVENTS, "abort", "turn"), repeat=TINY_DEPTH):
+    play_all_tiny(config, TINY_SHORT_DEPTH)
+
+
+@pytest.mark.slow
+@tiny
+def test_three_requests_in_four_pages_for_longer(config: WorldConfig) -> None:
+    play_all_tiny(config, TINY_LONG_DEPTH)
+
+
+def play_all_tiny(config: WorldConfig, depth: int) -> None:
+    for history in itertools.product((*TINY_EVENTS, "abort", "turn"), repeat=depth):
         num_submits = sum(event in TINY_EVENTS for event in history)
         if history[0] in TINY_EVENTS and 2 <= num_submits <= 3:
             try:

@@ -104,8 +104,8 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
         "--admission",
         str,
         "POLICY",
-        "when a request may start: conservative, if all requests fit at their longest at once; peak, "
-        "if they fit at every later step, which lets more run (default conservative)",
+        "a request starts if all fit at once at their longest (conservative, the default) or at "
+        "every later step (peak, which lets more run)",
     ),
     (
         "attention_backend",

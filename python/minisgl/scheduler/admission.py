@@ -70,14 +70,16 @@ class PageDemand:
 
 
 class Pool(Protocol):
-    """What a policy sees of the pool: `CacheManager`. Available: free, or cached and unlocked."""
+    """What a policy sees of the pool: a `CacheManager`."""
 
     num_pages: int
     page_size: int
     prefix_cache: BasePrefixCache
 
     @property
-    def available_pages(self) -> int: ...  # noqa: D102
+    def available_pages(self) -> int:
+        """Pages that are free, or cached and unlocked."""
+        ...
 
 
 AdmissionPolicy = Callable[[PageDemand, Sequence[PageDemand], Pool], bool]
