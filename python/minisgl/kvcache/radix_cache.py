@@ -190,15 +190,12 @@ class RadixPrefixCache(BasePrefixCache):
         seen: set[RadixTreeNode] = set()
         shared = []
         for handle in handles:
-            node: RadixTreeNode | None = None
-            length = 0
-            if handle is not None:
-                assert isinstance(handle, RadixCacheHandle)
-                node, length = handle.node, handle.cached_len
-            while node is not None and node not in seen:
+            length = 0 if handle is None else handle.cached_len
+            for node in _path_to_root(handle.node) if isinstance(handle, RadixCacheHandle) else ():
+                if node in seen:
+                    break
                 seen.add(node)
                 length -= len(node.key)
-                node = node.parent
             shared.append(length)
         return shared
 
