@@ -30,11 +30,12 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _check_int(name: str, flag: str, value: Any, low: int, high: int) -> None:
+def _check_int(name: str, flag: str, value: Any, low: int, high: int, expected: str = "") -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     _require(
         whole and low <= value <= high,
-        f"{name} ({flag}) must be a whole number of {low} to {high}, got {shown(value)}",
+        f"{name} ({flag}) must be {expected or f'a whole number of {low} to {high}'}, "
+        f"got {shown(value)}",
     )
 
 
@@ -148,7 +149,8 @@ class EngineConfig:
 
     def _check_memory(self) -> None:
         _check_float("memory_ratio", "--memory-ratio", self.memory_ratio, 1.0)
-        _check_int("cpu_kv_cache_bytes", "--kv-memory", self.cpu_kv_cache_bytes, 1, 2**63 - 1)
+        size = "a size of 1 byte to 8 EiB, such as 512M (in Python 512 << 20)"
+        _check_int("cpu_kv_cache_bytes", "--kv-memory", self.cpu_kv_cache_bytes, 1, 2**63 - 1, size)
         if self.num_page_override is not None:
             most = MAX_TOKENS_OF_A_POOL // self.page_size - 1  # one more is the dummy page
             _check_int("num_page_override", "--num-pages", self.num_page_override, 1, most)

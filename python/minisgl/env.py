@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 PREFIX = "MINISGL_"
 
+_EXPECTED: dict[Any, str] = {int: "use a whole number", float: "use a number"}
+
 
 class EnvError(ValueError):
     """An environment variable whose value cannot be used."""
@@ -54,7 +56,8 @@ class EnvVar(Generic[T]):
         try:
             self.value = self.parse(text)
         except ValueError as error:
-            raise EnvError(f"{self.name}={text!r} cannot be used: {error}") from error
+            expected = _EXPECTED.get(self.parse, error)
+            raise EnvError(f"{self.name}={text!r} cannot be used: {expected}") from error
 
 
 class EnvVars:
@@ -104,10 +107,10 @@ def _parse_isa(text: str) -> str:
 
 
 def _parse_count(text: str) -> int:
-    count = int(text)
-    if not 0 <= count <= 256:
+    word = text.strip()
+    if not (word.isdecimal() and len(word) <= 3 and int(word) <= 256):
         raise ValueError("use 0 for automatic, or 1 to 256")
-    return count
+    return int(word)
 
 
 ENV = EnvVars()

@@ -102,7 +102,7 @@ class SamplingParams:
         self._check_float("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequestError(
-                "top_p must be above 0; for greedy use temperature=0", "top_p"
+                "top_p must be above 0; for greedy use temperature 0", "top_p"
             )
         self._check_float("min_p", self.min_p, 0.0, 1.0)
         self._check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -116,8 +116,10 @@ class SamplingParams:
 
     def _check_stops(self, vocab_size: int | None) -> None:
         self._check_list("stop", self.stop, MAX_STOP_STRINGS)
-        if not all(isinstance(text, str) and text for text in self.stop):
+        if not all(isinstance(text, str) for text in self.stop):
             raise InvalidRequestError('stop must be a list of texts, such as ["\\n"]', "stop")
+        if "" in self.stop:
+            raise InvalidRequestError("stop must not be an empty text", "stop")
         self._check_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if not isinstance(self.logit_bias, Mapping):
             raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")

@@ -21,6 +21,7 @@ class ScriptedLLM:
     """
 
     made: ClassVar[list[ScriptedLLM]] = []
+    template_variables: ClassVar[set[str]] = {"messages", "enable_thinking", "tone"}
     default_sampling_params: ClassVar[SamplingParams] = SamplingParams()
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -37,7 +38,7 @@ class ScriptedLLM:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def chat_prompt(self, messages: list[dict[str, str]], **template_args: Any) -> list[int]:
+    def chat_prompt(self, messages: list[dict[str, str]], /, **template_args: Any) -> list[int]:
         said = [f"{m['role']}:{m['content']}" for m in messages]
         return self.encode(" ".join([*said, *(f"{k}={v}" for k, v in template_args.items())]))
 

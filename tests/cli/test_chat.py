@@ -147,3 +147,11 @@ def test_a_long_wait_in_a_chat_is_told(
     assert out == "USER:SLOW START\n"
     assert err.split("\r")[1] == "reading the prompt: 2 tokens, 0 s"
     assert err.split("\r")[-1].startswith("(2 tokens in ")
+
+
+def test_a_variable_without_effect_is_told_before_the_first_question(
+    scripted: list[ScriptedLLM], piped: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(b"")
+    assert exit_code("chat", "--template-arg", "mood=1") == 0
+    assert "minisgl: --template-arg mood has no effect: " in capsys.readouterr().err

@@ -29,9 +29,12 @@ def test_help_and_mistakes_load_neither_torch_nor_numpy(run_python: RunPython) -
 
 
 def test_an_environment_variable_that_cannot_be_used_is_one_line(run_python: RunPython) -> None:
-    result = run_python("-m", "minisgl", "chat", env={"MINISGL_SHELL_TOP_P": "much"})
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.count("\n") == 1 and "MINISGL_SHELL_TOP_P='much'" in result.stderr
+    variables = [("MINISGL_SHELL_TOP_P", "use a number"), ("MINISGL_NUM_THREADS", "use 0 for auto")]
+    for name, expected in variables:
+        result = run_python("-m", "minisgl", "chat", env={name: "much"})
+        assert (result.returncode, result.stdout) == (2, "")
+        assert result.stderr.count("\n") == 1
+        assert f"{name}='much' cannot be used: {expected}" in result.stderr
 
 
 def test_a_missing_model_shows_no_traceback(run_python: RunPython) -> None:

@@ -79,6 +79,18 @@ def test_variables_of_the_template_are_json_or_text(scripted: list[ScriptedLLM])
     assert scripted[0].calls[0][0] == ["user:x enable_thinking=False tone=dry=er"]
 
 
+@pytest.mark.parametrize("name", ["enable_thinkin", "messages"])
+def test_a_variable_without_effect_is_one_warning(
+    scripted: list[ScriptedLLM], capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    argv = ["--chat", "--template-arg", f"{name}=1", "--template-arg", "tone=dry"]
+    assert exit_code("generate", "x", "y", "-q", *argv) == 0
+    assert capsys.readouterr().err == (
+        f"minisgl: --template-arg {name} has no effect: "
+        "the model's chat template understands enable_thinking, tone\n"
+    )
+
+
 def test_what_is_not_given_is_left_to_the_engine(scripted: list[ScriptedLLM]) -> None:
     assert exit_code("generate", "x", "-q") == 0
     llm = scripted[0]

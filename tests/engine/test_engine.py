@@ -13,6 +13,7 @@ import torch
 from minisgl.config import DistributedInfo
 from minisgl.core import Batch, Req, SamplingParams, get_global_ctx
 from minisgl.engine import Engine, EngineConfig, ForwardOutput
+from minisgl.engine.memory import choose_num_pages
 from minisgl.params import ConfigError, ModelLoadError
 
 from tests.engine.conftest import MakeEngine
@@ -267,7 +268,10 @@ def test_dummy_weights_need_no_weight_file(make_engine: MakeEngine) -> None:
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"attention_backend": "flash9"}, "torch"),
+        (
+            {"attention_backend": "flash9"},
+            r"^unknown attention_backend \(--a.*'flash9': use.*torch",
+        ),
         ({"dtype": "float3"}, "float3"),
         ({"dtype": 5}, "5"),
     ],
@@ -280,8 +284,10 @@ def test_a_name_that_means_nothing_is_one_clear_error(
 
 
 def test_a_pool_that_holds_nothing_is_refused_with_the_way_out(make_engine: MakeEngine) -> None:
-    with pytest.raises(ConfigError, match="cpu_kv_cache_bytes"):
+    with pytest.raises(ConfigError, match=r"raise cpu_kv_cache_bytes \(--kv-memory\) or num_page"):
         make_engine(num_page_override=None, cpu_kv_cache_bytes=100)
+    with pytest.raises(ConfigError, match=r"raise memory_ratio \(--memory-ratio\) or num_page"):
+        choose_num_pages(EngineConfig("x"), torch.device("cuda"), 100, 1000, 0)
 
 
 def test_on_a_cpu_the_pool_is_sized_by_its_bytes(make_engine: MakeEngine) -> None:

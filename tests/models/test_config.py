@@ -103,6 +103,7 @@ def test_yarn_reaches_as_far_as_its_factor_says() -> None:
     ("change", "problem"),
     [
         ({"model_type": "mamba"}, "'mamba' is not supported; supported: gemma3_text, llama"),
+        ({"model_type": None}, "model_type is missing; supported: gemma3_text, llama"),
         ({"rope_scaling": {"type": "ntk"}}, "rope scaling 'ntk' is not supported; supported: def"),
         ({"rope_scaling": {"type": "su", "long_factor": [1.0] * 8}}, "'longrope' needs 'short_f"),
         (

@@ -375,6 +375,8 @@ def test_tools_and_variables_of_a_request_reach_its_template(write_folder: Any) 
         "{{ add_generation_prompt }} {{ messages[0].content }}"
     )
     found = load_tokenizer(write_folder({"chat_template.jinja": source}))
+    read = {"tools", "enable_thinking", "add_generation_prompt", "messages"}
+    assert found.template_variables == read
     cases: list[tuple[dict[str, Any], str]] = [
         ({}, "none unset True Hello"),
         ({"tools": [{"name": "f"}]}, "1 unset True Hello"),

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ATTENTION_BACKENDS: Registry[Callable[[Context, torch.device], BaseAttnBackend]] = Registry(
-    "attention backend (--attention-backend)"
+    "attention_backend (--attention-backend)"
 )
 
 

@@ -7,12 +7,13 @@ import argparse
 from minisgl.shell import Chat, run_repl
 
 from .options import sampling_params
-from .output import Stats, cut_hint, dim, note, opened, stream_out, write
+from .output import Stats, cut_hint, dim, note, opened, stream_out, warn_of_template_args, write
 
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the user ends the session."""
     with opened(args) as llm:
+        warn_of_template_args(llm, args)
         chat = Chat(
             llm,
             sampling_params(args, llm.default_sampling_params),

@@ -18,7 +18,7 @@ from minisgl.params import ConfigError, FinishReason, InvalidRequestError
 from minisgl.shell import EXIT_INTERRUPTED, interruptible
 
 from .options import sampling_params
-from .output import Stats, cut_hint, note, opened, stream_out, working, write
+from .output import Stats, cut_hint, note, opened, stream_out, warn_of_template_args, working, write
 from .prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{flag} needs --chat: a plain prompt has no chat template")
     prompts = read_prompts(args)
     with opened(args) as llm:
+        warn_of_template_args(llm, args)
         inputs = [_model_input(llm, args, prompt) for prompt in prompts]
         answers = [_Answer(index, prompt) for index, prompt in enumerate(prompts)]
         stats = Stats()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from minisgl.llm import LLM, StreamEvent
     from minisgl.scheduler import StepRecord
 
+RESERVED_VARIABLES = {"messages", "tokenize"}  # set for each conversation, whatever is asked
 STOPPING = "stopping after this step (Ctrl-C again: at once)"
 
 # Control characters but tab, newline and carriage return: a model must not steer the terminal.
@@ -93,6 +94,18 @@ def opened(args: argparse.Namespace) -> Iterator[LLM]:
         llm = LLM(args.model, progress=progress, **options)
     yield llm
     llm.shutdown()
+
+
+def warn_of_template_args(llm: LLM, args: argparse.Namespace) -> None:
+    """One line if a `--template-arg` has no effect on the model's chat template."""
+    if args.template_args:
+        usable = llm.tokenizer.template_variables - RESERVED_VARIABLES
+        unused = sorted({name for name, _ in args.template_args} - usable)
+        if unused:
+            note(
+                f"minisgl: --template-arg {', '.join(unused)} has no effect: the model's chat "
+                f"template understands {printable(', '.join(sorted(usable))) or 'none'}"
+            )
 
 
 @contextmanager

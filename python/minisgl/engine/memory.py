@@ -59,8 +59,10 @@ def choose_num_pages(
     else:
         num_pages = config.cpu_kv_cache_bytes // page_bytes - 1
     if num_pages * config.page_size < MIN_TOKENS:
+        on_gpu = device.type == "cuda"
+        limit = "memory_ratio (--memory-ratio)" if on_gpu else "cpu_kv_cache_bytes (--kv-memory)"
         raise ConfigError(
             f"the KV pool has room for {max(num_pages, 0)} pages of {human(page_bytes)}: raise "
-            "memory_ratio (--memory-ratio), cpu_kv_cache_bytes or num_page_override (--num-pages)"
+            f"{limit} or num_page_override (--num-pages)"
         )
     return num_pages

@@ -106,12 +106,11 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, cfg: Any) -> ModelConfig:
         """Read a transformers config object, a dict, or anything with its keys or attributes."""
-        model_type = str(Reader(cfg).get("model_type", ""))
+        model_type = str(Reader(cfg).get("model_type") or "")
         if model_type not in ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"model_type {model_type!r} is not supported; "
-                f"supported: {', '.join(sorted(ARCHITECTURES))}"
-            )
+            what = f"model_type {model_type!r} is not supported"
+            what = what if model_type else "config: model_type is missing"
+            raise UnsupportedModelError(f"{what}; supported: {', '.join(sorted(ARCHITECTURES))}")
         arch = ARCHITECTURES[model_type]
         read = Reader(cfg, arch.defaults)
         if read.get("quantization_config"):

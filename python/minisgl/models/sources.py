@@ -231,7 +231,9 @@ class SafetensorsFile:
                 # Copy-on-write: torch takes views of it without a warning about read-only memory.
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
-            raise ModelLoadError(f"{path} cannot be read: {error}") from error
+            damaged = f"the file seems truncated or damaged, fetch it again ({error})"
+            problem = error if isinstance(error, OSError) else damaged
+            raise ModelLoadError(f"{path} cannot be read: {problem}") from error
         header.pop("__metadata__", None)
         spans = {name: [begin + at for at in e["data_offsets"]] for name, e in header.items()}
         self.entries = sorted(

@@ -25,6 +25,11 @@ from .sources import SourceTensor, close_sources, open_source
 Progress = Callable[[int, int], None]
 Pack = Callable[[str, list[SourceTensor]], Weight | None]
 
+
+class _MismatchError(ModelLoadError):
+    """The weights are not those that the model's configuration asks for."""
+
+
 _MERGED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -54,7 +59,7 @@ class Slot:
             for place in range(self.num_places):
                 if (expert, place) not in self.parts:
                     have = ", ".join(part.name for part in self.parts.values())
-                    raise ModelLoadError(f"weights: {self.name} is incomplete, only {have}")
+                    raise _MismatchError(f"{self.name} is incomplete, only {have}")
 
     @property
     def ordered(self) -> list[SourceTensor]:
@@ -160,7 +165,24 @@ def load_model_weights(
     progress: called with (bytes done, bytes in all) of the file. pack: may turn the parts of a
     matrix into a packed `Weight`; where it returns None the matrix becomes floats.
     """
-    slots = plan_slots(open_source(path).tensors())
+    try:
+        _load(model, open_source(path).tensors(), torch.device(device), dtype, progress, pack)
+    except _MismatchError as error:
+        raise ModelLoadError(
+            f"{path}: weights: {error}: the configuration and the weights do not belong together, "
+            "or the copy is incomplete"
+        ) from error
+
+
+def _load(
+    model: CausalLM,
+    tensors: dict[str, SourceTensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Progress | None,
+    pack: Pack | None,
+) -> None:
+    slots = plan_slots(tensors)
     owners = {name: (owner, attribute) for name, owner, attribute in model.slots()}
     if model.config.tie_word_embeddings and EMBEDDING not in slots and HEAD in slots:
         slots[EMBEDDING] = slots.pop(HEAD)  # of two names of one tensor, writers keep either
@@ -178,11 +200,11 @@ def load_model_weights(
             _check_rows(slot, shape)
             weight = pack(name, slot.ordered)
         if weight is None:
-            is_vector_on_cpu = len(shape) == 1 and torch.device(device).type == "cpu"
+            is_vector_on_cpu = len(shape) == 1 and device.type == "cpu"
             stored_as = (
                 torch.float32 if is_vector_on_cpu else dtype
             )  # norms and biases cost nothing
-            weight = _assemble(slot, shape, torch.device(device), stored_as, model, tp_info)
+            weight = _assemble(slot, shape, device, stored_as, model, tp_info)
         setattr(owner, attribute, weight)
         for part in slot.ordered:
             part.release()
@@ -197,10 +219,10 @@ def _check_names(
 ) -> None:
     missing = [name for name in owners if name not in slots]
     if missing:
-        raise ModelLoadError(f"weights: missing {_some(missing)}")
+        raise _MismatchError(f"missing {_some(missing)}")
     extra = [name for name in slots if name not in owners and name not in ignored]
     if extra:
-        raise ModelLoadError(f"weights: the model has no place for {_some(extra)}")
+        raise _MismatchError(f"the model has no place for {_some(extra)}")
 
 
 def _some(names: list[str]) -> str:
@@ -216,7 +238,7 @@ def _check_rows(slot: Slot, shape: tuple[int, ...]) -> None:
 
 def _wrong_shape(slot: Slot, shape: tuple[int, ...]) -> ModelLoadError:
     stored = " + ".join(f"{part.name} {part.shape}" for part in slot.ordered[:3])
-    return ModelLoadError(f"weights: {slot.name} must be {shape}, the file has {stored}")
+    return _MismatchError(f"{slot.name} must be {shape}, the file has {stored}")
 
 
 def _assemble(

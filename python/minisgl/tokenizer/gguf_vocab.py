@@ -49,7 +49,7 @@ def tokenizer_from_gguf(
     else:
         raise TokenizerError(
             f"{gguf.path}: its vocabulary is of the kind {model!r}; the kinds gpt2 and llama are "
-            "read. Pass tokenizer_path= with the model's tokenizer.json"
+            "read. In Python pass tokenizer_path= with the model's tokenizer.json"
         )
     _add_special_tokens(gguf, tokenizer, tokens)
     special = _special_tokens(gguf, tokens)

@@ -63,10 +63,11 @@ def load_tokenizer(
 def _from_folder(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        hint = "convert it to tokenizer.json (AutoTokenizer(...).save_pretrained does)"
+        hint = "put the model's tokenizer.json there (AutoTokenizer(...).save_pretrained makes it)"
         found = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
         what = f"only {found[0]}" if found else "no tokenizer.json"
-        raise TokenizerError(f"{folder} has {what}: {hint}, or pass tokenizer_path=")
+        way = "in Python pass tokenizer_path= to load_tokenizer"
+        raise TokenizerError(f"{folder} has {what}: {hint}, or {way}")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception

@@ -93,8 +93,8 @@ def find_rule(name: str, path: str) -> PreTokenizerRule:
     """The rule called `name`; `TokenizerError` with the ways out if it is not known."""
     if name not in RULES:
         raise TokenizerError(
-            f"{path}: its pre-tokenizer {name!r} is not known here. Pass tokenizer_path= with the "
-            "model's tokenizer.json, or pre_tokenizer= with the one it equals, of "
+            f"{path}: its pre-tokenizer {name!r} is not known here. In Python pass tokenizer_path= "
+            "with the model's tokenizer.json, or pre_tokenizer= with the one it equals, of "
             f"{', '.join(sorted(RULES))}"
         )
     return RULES[name]

@@ -137,6 +137,14 @@ class Tokenizer:
             return self.backend_tokenizer.token_to_id(tokens)
         return [self.backend_tokenizer.token_to_id(token) for token in tokens]
 
+    @property
+    def template_variables(self) -> set[str]:
+        """Names that the chat templates read; `ChatTemplateError` if there is no template."""
+        names = self._compiled_template.variables
+        if self.tool_template is not None:
+            names |= self._compiled_tool_template.variables
+        return names
+
     @cached_property
     def _compiled_template(self) -> ChatTemplate:
         return self._compile(self.chat_template)
