@@ -10,14 +10,20 @@ from typing import Any, ClassVar
 
 from minisgl.cli import main
 from minisgl.llm import StreamEvent
-from minisgl.params import FinishReason, InvalidRequestError, ModelLoadError, SamplingParams
+from minisgl.params import (
+    ChatTemplateError,
+    FinishReason,
+    InvalidRequestError,
+    ModelLoadError,
+    SamplingParams,
+)
 
 
 class ScriptedLLM:
     """Answers each prompt with its own words in capitals, one word per event, last to first.
 
-    Words with a meaning: too-long (refused), FAIL, INTERRUPT (Ctrl-C), SLOW (a moment without any
-    token), CUT (the answer ends here, by its length).
+    Words with a meaning: too-long (refused), refuse (by the template, in a chat), FAIL, INTERRUPT
+    (Ctrl-C), SLOW (a moment without any token), CUT (the answer ends here, by its length).
     """
 
     made: ClassVar[list[ScriptedLLM]] = []
@@ -35,10 +41,16 @@ class ScriptedLLM:
         self.step_listeners: list[Callable[[Any], None]] = []
         ScriptedLLM.made.append(self)
 
+    def check_chat_template(self) -> None:
+        if self.model == "no-template":
+            raise ChatTemplateError("this model has no chat template")
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
     def chat_prompt(self, messages: list[dict[str, str]], /, **template_args: Any) -> list[int]:
+        if "refuse" in messages[-1]["content"]:
+            raise ChatTemplateError("the chat template fails", "messages")
         said = [f"{m['role']}:{m['content']}" for m in messages]
         return self.encode(" ".join([*said, *(f"{k}={v}" for k, v in template_args.items())]))
 

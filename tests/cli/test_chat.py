@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from prompt_toolkit.application import create_app_session
@@ -11,6 +12,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from tests.cli.scripted import ScriptedLLM, exit_code
+from tests.llm.tiny import write_model
 
 
 def test_a_chat_on_a_pipe_answers_each_line_and_remembers(
@@ -40,11 +42,24 @@ def test_the_commands_of_a_chat(
     assert "/reset          forget" in err and "there is no command /what" in err
 
 
-def test_ctrl_c_stops_an_answer_and_keeps_the_session(
+def test_ctrl_c_on_a_pipe_ends_the_session(
     scripted: list[ScriptedLLM], piped: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     piped(b"one interrupt two three\nmore\n")
-    assert exit_code("chat", "-q") == 0
+    assert exit_code("chat", "-q") == 130
+    assert capsys.readouterr().out == "USER:ONE INTERRUPT \n"
+    assert len(scripted[0].calls) == 1 and scripted[0].was_shut_down
+
+
+def test_ctrl_c_on_a_terminal_stops_an_answer_and_keeps_the_session(
+    scripted: list[ScriptedLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    with create_pipe_input() as terminal, create_app_session(terminal, DummyOutput()):
+        terminal.send_text("one interrupt two three\rmore\r\x04")
+        assert exit_code("chat", "-q") == 0
     assert capsys.readouterr().out.splitlines()[0] == "USER:ONE INTERRUPT "
     assert scripted[0].calls[1][0][0].endswith("assistant:USER:ONE INTERRUPT  user:more")
 
@@ -85,6 +100,66 @@ def test_a_question_that_fails_is_forgotten_and_the_session_goes_on(
     assert exit_code("chat", "-q") == 1
     assert scripted[0].calls[1][0] == ["user:fine"]
     assert capsys.readouterr().err.count("minisgl: the ") == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "asked"),
+    [("refuse\nrefuse\nfine\n", 0), ("fine\ntoo-long\ntoo-long\nfine\n", 2)],
+)
+def test_an_error_that_no_later_line_can_cure_ends_a_piped_chat(
+    lines: str,
+    asked: int,
+    scripted: list[ScriptedLLM],
+    piped: Callable[[bytes], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    piped(lines.encode())
+    assert exit_code("chat", "-q") == 1
+    assert len(scripted[0].calls) == asked
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_model_without_a_chat_template_is_told_before_the_greeting(
+    scripted: list[ScriptedLLM],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert exit_code("chat", "--model", "no-template") == 1
+    assert capsys.readouterr() == ("", "minisgl: this model has no chat template\n")
+
+
+def test_a_real_model_without_a_chat_template_cannot_chat(
+    tmp_path: Path, piped: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "plain")
+    for template in (None, "{% for %}"):
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template)
+        piped(b"a\nb\n")
+        assert exit_code("chat", "--model", str(folder), "-q") == 1
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("chat template") == len(err.splitlines()) == 1
+
+
+def test_input_that_is_not_utf8_is_refused(
+    scripted: list[ScriptedLLM], piped: Callable[[bytes], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for bad in (b"a\xff\nmore\n", b"a\xc3"):
+        piped(b"fine\n" + bad)
+        assert exit_code("chat", "-q") == 2
+        out, err = capsys.readouterr()
+        assert out == "USER:FINE\n"
+        assert err.startswith("minisgl: standard input is not UTF-8 text: ")
+
+
+def test_a_long_line_is_not_cut_within_a_character(
+    scripted: list[ScriptedLLM], piped: Callable[[bytes], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl.shell.repl.MAX_LINE_BYTES", 4)
+    piped("aaaé\n".encode())
+    assert exit_code("chat", "-q") == 0
+    assert scripted[0].calls[1][0][0].endswith("user:é")
 
 
 def test_the_shell_takes_its_defaults_from_the_environment(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import pytest
 from minisgl.params import SamplingParams
 
 from tests.cli.scripted import ScriptedLLM, exit_code
+from tests.llm.tiny import write_model
 
 
 def test_one_prompt_is_streamed_and_statistics_go_to_stderr(
@@ -338,6 +340,17 @@ def test_loading_is_told_once_its_size_is_known(
     assert exit_code("generate", "x") == 0
     err = capsys.readouterr().err
     assert err.startswith("\rloading the model: 25 %, 0 s")
+
+
+def test_advice_that_cannot_be_read_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("minisgl"), "propagate", True)
+    folder = write_model(tmp_path / "tiny")
+    (folder / "generation_config.json").write_text("{")
+    assert exit_code("generate", "a", "--max-tokens", "2", "--model", str(folder)) == 0
+    (warning,) = {r.message for r in caplog.records if "generation_config.json" in r.message}
+    assert warning.startswith("its advice is left out: ")
 
 
 # --- streams that end or are not there ---

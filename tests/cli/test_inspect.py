@@ -12,9 +12,9 @@ from minisgl.cli import main
 from tests.llm.tiny import write_model
 
 
-def page(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def page(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
     """What is printed, spaces as one."""
-    assert main(["inspect", *argv]) == 0
+    assert main(["inspect", *argv]) == code
     return " ".join(capsys.readouterr().out.split())
 
 
@@ -67,7 +67,41 @@ def test_a_model_without_a_tokenizer_or_with_a_broken_template_has_a_page(
     found = page(capsys, str(folder))
     assert "chat template is broken" in found and "\x1b[31m" not in found
     (folder / "tokenizer.json").unlink()
-    assert "cannot be used" in page(capsys, str(folder))
+    assert "cannot be used" in page(capsys, str(folder), code=1)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_a_file_beside_the_tokenizer_that_is_damaged_is_a_row(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "odd")
+    (folder / name).write_text("{")
+    found = page(capsys, str(folder), code=1)
+    assert "cannot be used: " in found or "cannot be used " in found
+    assert name in found and "whole contexts" in found
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"num_hidden_layers": 3}, "missing model.layers.2.self_attn.qkv_proj.weight"),
+        ({"num_hidden_layers": 1}, "the model has no place for model.layers.1."),
+        ({"intermediate_size": 95}, "gate_up_proj.weight must be (190, 64), the file has"),
+        ({"hidden_size": 32, "head_dim": 16}, "must be"),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_told_as_when_it_is_loaded(
+    change: dict[str, int], fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "odd")
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    found = page(capsys, str(folder), code=1)
+    assert "cannot be loaded: weights: " in found and fault in found
+    assert "whole contexts" not in found
+    assert main(["generate", "-q", "--model", str(folder), "a"]) == 1
+    told = capsys.readouterr().err.removeprefix("minisgl: ").strip()
+    assert "".join(told.split()) in "".join(found.split())
 
 
 def test_a_model_that_does_not_fit_is_told(

@@ -13,6 +13,7 @@ from .output import Stats, cut_hint, dim, note, opened, stream_out, warn_of_temp
 def run(args: argparse.Namespace) -> int:
     """Talk until the user ends the session."""
     with opened(args) as llm:
+        llm.tokenizer.check_chat_template()
         warn_of_template_args(llm, args)
         chat = Chat(
             llm,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from minisgl.config import SchedulerConfig
-from minisgl.params import ChatTemplateError, TokenizerError
+from minisgl.params import ChatTemplateError, ModelLoadError
 
 from .options import set_log_level
 from .output import printable
@@ -33,7 +33,7 @@ _COMMON_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_toke
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the page."""
+    """Print the page; 1 if a part of the model cannot be used."""
     set_log_level(args)
     from minisgl.models import open_source
     from minisgl.utils.model_files import resolve_model
@@ -41,16 +41,32 @@ def run(args: argparse.Namespace) -> int:
     model = resolve_model(args.model, args.revision)
     source = open_source(model.path)
     config, tensors = source.config(), source.tensors()
+    fault = _load_fault(config, tensors)
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     weights = list(tensors.values())
     _print("Model", [*_model(model, weights), *_architecture(config)])
     _print("Weights", _stored(weights))
-    _print("Tokenizer", _tokenizer(model))
+    tokenizer, is_usable = _tokenizer(model)
+    _print("Tokenizer", tokenizer)
     _print("K and V", _kv_cache(config))
     _print("Here", _machine())
-    _print("", _fits(config, weights))
-    return 0
+    _print("", _fits(config, weights) if fault is None else [(f"cannot be loaded: {fault}",)])
+    return int(fault is not None or not is_usable)
+
+
+def _load_fault(config: ModelConfig, tensors: dict[str, SourceTensor]) -> str | None:
+    """Why the model cannot be loaded, as far as the names and shapes of its tensors tell."""
+    import torch
+
+    from minisgl.models import checked_slots, create_model
+
+    try:
+        with torch.device("meta"):
+            checked_slots(create_model(config), tensors)
+    except ModelLoadError as error:
+        return str(error)
+    return None
 
 
 def _print(title: str, rows: Rows) -> None:
@@ -159,13 +175,15 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def _tokenizer(model: ResolvedModel) -> Rows:
-    from minisgl.tokenizer import load_tokenizer, sampling_defaults
+def _tokenizer(model: ResolvedModel) -> tuple[Rows, bool]:
+    """The section, and whether all of it can be used."""
+    from minisgl.tokenizer import GENERATION_FILE, load_tokenizer, sampling_defaults
+    from minisgl.utils.model_files import read_json
 
     try:
         tokenizer = load_tokenizer(model.path)
-    except TokenizerError as error:
-        return [("cannot be used", str(error))]
+    except ModelLoadError as error:
+        return [("cannot be used", str(error))], False
     rows: Rows = [("tokens", f"{len(tokenizer):,}")]
     for role in ("bos", "eos", "pad", "unk"):
         token_id = getattr(tokenizer, f"{role}_token_id")
@@ -180,8 +198,14 @@ def _tokenizer(model: ResolvedModel) -> Rows:
     rows.append(("chat template", _template(tokenizer.chat_template)))
     if tokenizer.tool_template is not None:
         rows.append(("with tools", _template(tokenizer.tool_template)))
+    advice = model.path / GENERATION_FILE
+    try:
+        if advice.is_file():
+            read_json(advice)
+    except ModelLoadError as error:
+        return [*rows, ("advised sampling", f"cannot be used: {error}")], False
     advised = ", ".join(f"{name} {v:g}" for name, v in sampling_defaults(model.path).items())
-    return [*rows, ("advised sampling", advised or "none: greedy unless asked otherwise")]
+    return [*rows, ("advised sampling", advised or "none: greedy unless asked otherwise")], True
 
 
 def _template(source: str | None) -> str:

@@ -9,13 +9,21 @@ from .blocks import CausalLM, create_model
 from .config import ModelConfig, RotaryConfig
 from .packing import pack_floats, pack_stored
 from .sources import close_sources, load_model_config, open_source
-from .weights import Pack, init_dummy_weights, load_model_weights, load_weight, shard_tensor
+from .weights import (
+    Pack,
+    checked_slots,
+    init_dummy_weights,
+    load_model_weights,
+    load_weight,
+    shard_tensor,
+)
 
 __all__ = [
     "CausalLM",
     "ModelConfig",
     "Pack",
     "RotaryConfig",
+    "checked_slots",
     "close_sources",
     "create_model",
     "init_dummy_weights",

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from minisgl.distributed import DistributedInfo, current_tp_info
-from minisgl.layers import BaseOP, Parameter, vocab_range
+from minisgl.layers import Parameter, vocab_range
 from minisgl.quant import Weight
 from minisgl.utils.errors import ModelLoadError
 
@@ -182,11 +182,8 @@ def _load(
     progress: Progress | None,
     pack: Pack | None,
 ) -> None:
-    slots = plan_slots(tensors)
+    slots = checked_slots(model, tensors)
     owners = {name: (owner, attribute) for name, owner, attribute in model.slots()}
-    if model.config.tie_word_embeddings and EMBEDDING not in slots and HEAD in slots:
-        slots[EMBEDDING] = slots.pop(HEAD)  # of two names of one tensor, writers keep either
-    _check_names(owners, slots, model.ignored_keys())
     tp_info = current_tp_info()
     total = sum(part.nbytes for name in owners for part in slots[name].ordered)
     done = 0
@@ -197,7 +194,6 @@ def _load(
         shape = tuple(getattr(owner, attribute).shape)
         weight: Parameter | None = None
         if pack is not None and len(shape) == 2 and tp_info.size == 1:
-            _check_rows(slot, shape)
             weight = pack(name, slot.ordered)
         if weight is None:
             is_vector_on_cpu = len(shape) == 1 and device.type == "cpu"
@@ -214,9 +210,23 @@ def _load(
     close_sources()
 
 
-def _check_names(
-    owners: dict[str, tuple[BaseOP, str]], slots: dict[str, Slot], ignored: set[str]
-) -> None:
+def checked_slots(model: CausalLM, tensors: dict[str, SourceTensor]) -> dict[str, Slot]:
+    """The plan for `model`; `ModelLoadError` if names or, on one rank, shapes are not its own.
+
+    Reads no data. What several ranks share is checked while it is taken apart.
+    """
+    slots = plan_slots(tensors)
+    if model.config.tie_word_embeddings and EMBEDDING not in slots and HEAD in slots:
+        slots[EMBEDDING] = slots.pop(HEAD)  # of two names of one tensor, writers keep either
+    shapes = {name: tuple(getattr(owner, key).shape) for name, owner, key in model.slots()}
+    _check_names(shapes, slots, model.ignored_keys())
+    if current_tp_info().size == 1:
+        for name, shape in shapes.items():
+            _check_shape(slots[name], shape)
+    return slots
+
+
+def _check_names(owners: Iterable[str], slots: dict[str, Slot], ignored: set[str]) -> None:
     missing = [name for name in owners if name not in slots]
     if missing:
         raise _MismatchError(f"missing {_some(missing)}")
@@ -230,9 +240,10 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def _check_rows(slot: Slot, shape: tuple[int, ...]) -> None:
-    rows = sum(part.shape[0] for part in slot.ordered)
-    if (rows, *slot.ordered[0].shape[1:]) != shape or len({p.shape[1:] for p in slot.ordered}) != 1:
+def _check_shape(slot: Slot, shape: tuple[int, ...]) -> None:
+    rows, *rest = (shape[0] * shape[1], *shape[2:]) if slot.is_stacked else shape
+    has_rest = all(part.shape and part.shape[1:] == tuple(rest) for part in slot.ordered)
+    if not has_rest or sum(part.shape[0] for part in slot.ordered) != rows:
         raise _wrong_shape(slot, shape)
 
 

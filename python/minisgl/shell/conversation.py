@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, cast
 
-from minisgl.params import EngineError, InvalidRequestError, SamplingParams
+from minisgl.params import EngineError, InvalidRequestError, MinisglError, SamplingParams
 
 if TYPE_CHECKING:
     from minisgl.llm import LLM, StreamEvent
@@ -55,13 +55,13 @@ class Chat:
         A question that the model refuses (too long, not allowed by its template) raises
         `InvalidRequestError`, one that fails on the way `EngineError`, and is forgotten.
         """
+        self.is_stopped = False
         question = self._message("user", text)
         prompt = self.llm.chat_prompt([*self.messages, question], **self.template_args)
         try:
             events = self.llm.stream([prompt], self.sampling)
         except InvalidRequestError as error:
             raise self._refusal(error) from error
-        self.is_stopped = False
         pieces: list[str] = []
         with closing(cast("Generator[StreamEvent, None, None]", events)):
             for event in events:
@@ -73,10 +73,19 @@ class Chat:
                     break
         self.messages += [question, self._message("assistant", "".join(pieces))]
 
+    def is_final(self, error: MinisglError) -> bool:
+        """Whether other questions of this conversation will fail by the same error."""
+        is_refusal = isinstance(error, InvalidRequestError)
+        return is_refusal and (error.param != "prompt" or self._has_begun)
+
+    @property
+    def _has_begun(self) -> bool:
+        return len(self.messages) > (self.system is not None)
+
     def _refusal(self, error: InvalidRequestError) -> InvalidRequestError:
         """The error in the words of a chat, where there is one prompt and a way to shorten it."""
         text = str(error).removeprefix("prompt 0: ")
-        if error.param == "prompt" and len(self.messages) > (self.system is not None):
+        if error.param == "prompt" and self._has_begun:
             text = f"/reset begins anew, this conversation cannot go on: {text}"
         return InvalidRequestError(text, error.param)
 

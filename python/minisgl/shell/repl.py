@@ -1,21 +1,23 @@
 """The loop of the chat: read a line, do what it says. Works on a terminal and on a pipe.
 
 May import `llm` and below. Invariant: Ctrl-C during an answer stops that answer and keeps the
-session; at the prompt it clears the line; pressed twice, it leaves.
+session; at the prompt it clears the line; pressed twice, it leaves. On a pipe nobody can react:
+Ctrl-C, or an error that will come again with every line, ends the session.
 """
 
 from __future__ import annotations
 
+import codecs
 import sys
 from collections.abc import Callable, Iterator
 
-from minisgl.params import MinisglError
+from minisgl.params import ConfigError, MinisglError
 
 from .conversation import Chat
-from .interrupt import interrupt_calls
+from .interrupt import EXIT_INTERRUPTED, interrupt_calls
 
 PROMPT = "> "
-MAX_LINE_CHARS = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 
 HELP = """\
 /help           this list
@@ -47,6 +49,10 @@ def run_repl(chat: Chat, answer: Callable[[str], None], note: Callable[[str], No
         except MinisglError as error:
             failed = True
             note(f"minisgl: {error}")
+            if not is_terminal and chat.is_final(error):
+                break
+        if chat.is_stopped and not is_terminal:
+            return EXIT_INTERRUPTED
     return int(failed and not is_terminal)
 
 
@@ -91,6 +97,11 @@ def _terminal_lines() -> Iterator[str]:
 
 
 def _piped_lines() -> Iterator[str]:
-    """Lines of a pipe or a file; bytes that are no text become a replacement character."""
-    while data := sys.stdin.buffer.readline(MAX_LINE_CHARS):
-        yield data.decode("utf-8-sig", errors="replace")  # without a byte order mark
+    """Lines of a pipe or a file, without a byte order mark."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # a long line comes in several pieces
+    while data := sys.stdin.buffer.readline(MAX_LINE_BYTES):
+        try:
+            text = decoder.decode(data, final=len(data) < MAX_LINE_BYTES)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input is not UTF-8 text: {error.reason}") from error
+        yield text

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .detokenize import DetokenizeManager, IncrementalDecoder, find_printable_text
-from .generation import sampling_defaults
+from .generation import GENERATION_FILE, sampling_defaults
 from .load import load_tokenizer
 from .stop import StopStringFilter
 from .tokenize import TokenizeManager
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .chat_template import ChatTemplate
 
 __all__ = [
+    "GENERATION_FILE",
     "ChatTemplate",
     "DetokenizeManager",
     "Encoding",

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from minisgl.params import InvalidRequestError, SamplingParams
+from minisgl.params import InvalidRequestError, ModelLoadError, SamplingParams
 from minisgl.utils import init_logger
 from minisgl.utils.gguf import open_gguf
 from minisgl.utils.model_files import read_json
@@ -39,8 +39,8 @@ def sampling_defaults(model: str | os.PathLike[str]) -> dict[str, Any]:
         metadata = open_gguf(place).metadata
         config = {name: metadata.get(f"general.sampling.{_GGUF_NAMES[name]}") for name in _FIELDS}
     else:
+        config = read_generation_config(place)  # the tokenizer has warned if it is damaged
         place /= GENERATION_FILE
-        config = read_json(place) if place.is_file() else {}
     found = {name: config[name] for name in _FIELDS if config.get(name) is not None}
     if config.get("do_sample", "temperature" in found):
         found.setdefault("temperature", 1.0)
@@ -49,6 +49,17 @@ def sampling_defaults(model: str | os.PathLike[str]) -> dict[str, Any]:
     if found.get("top_k") == 0:
         found["top_k"] = -1  # all tokens
     return {name: value for name, value in found.items() if _is_usable(name, value, place)}
+
+
+def read_generation_config(folder: Path, *, warn: bool = False) -> dict[str, Any]:
+    """What generation_config.json holds; nothing if it is absent or cannot be read."""
+    file = folder / GENERATION_FILE
+    try:
+        return read_json(file) if file.is_file() else {}
+    except ModelLoadError as error:
+        if warn:
+            logger.warning("its advice is left out: %s", error)
+        return {}
 
 
 def _is_usable(name: str, value: Any, place: Path) -> bool:

@@ -17,6 +17,7 @@ from minisgl.params import TokenizerError
 from minisgl.utils.gguf import open_gguf
 from minisgl.utils.model_files import read_json, resolve_model
 
+from .generation import read_generation_config
 from .gguf_vocab import set_edges, tokenizer_from_gguf
 from .tokenizer import SpecialTokens, Tokenizer
 
@@ -175,8 +176,8 @@ def _read_template(file: Path) -> str | None:
 def _configured_eos_ids(folder: Path) -> list[int]:
     """`eos_token_id` of config.json and generation_config.json: an id, a list of ids, or absent."""
     found: list[int] = []
-    for name in ("config.json", "generation_config.json"):
-        config = _read_optional(folder / name)
+    advice = read_generation_config(folder, warn=True)
+    for config in (_read_optional(folder / "config.json"), advice):
         for holder in (config, config.get("text_config")):
             value = holder.get("eos_token_id") if isinstance(holder, dict) else None
             values = value if isinstance(value, list) else [value]

@@ -167,6 +167,10 @@ class Tokenizer:
         values = {f"{role}_token": token for role, token in named.items() if token is not None}
         return ChatTemplate(source, values)
 
+    def check_chat_template(self) -> None:
+        """`ChatTemplateError` if the model has no chat template, or a broken one."""
+        _ = self._compiled_template
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
