@@ -64,9 +64,10 @@ def load_tokenizer(
 def _from_folder(folder: Path) -> Tokenizer:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        hint = "put the model's tokenizer.json there (AutoTokenizer(...).save_pretrained makes it)"
         found = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()]
         what = f"only {found[0]}" if found else "no tokenizer.json"
+        hint = "convert it to tokenizer.json" if found else "put the model's tokenizer.json there"
+        hint += " (AutoTokenizer(...).save_pretrained writes one)"
         way = "in Python pass tokenizer_path= to load_tokenizer"
         raise TokenizerError(f"{folder} has {what}: {hint}, or {way}")
     try:
