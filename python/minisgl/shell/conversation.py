@@ -75,8 +75,9 @@ class Chat:
 
     def is_final(self, error: MinisglError) -> bool:
         """Whether other questions of this conversation will fail by the same error."""
-        is_refusal = isinstance(error, InvalidRequestError)
-        return is_refusal and (error.param != "prompt" or self._has_begun)
+        if not isinstance(error, InvalidRequestError):
+            return False
+        return error.param != "prompt" or self._has_begun
 
     @property
     def _has_begun(self) -> bool:
