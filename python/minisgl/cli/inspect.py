@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minisgl.config import SchedulerConfig
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     model = resolve_model(args.model, args.revision)
     source = open_source(model.path)
     config, tensors = source.config(), source.tensors()
-    fault = _load_fault(config, tensors)
+    fault = _load_fault(config, model.path)
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     weights = list(tensors.values())
@@ -55,15 +56,15 @@ def run(args: argparse.Namespace) -> int:
     return int(fault is not None or not is_usable)
 
 
-def _load_fault(config: ModelConfig, tensors: dict[str, SourceTensor]) -> str | None:
+def _load_fault(config: ModelConfig, path: Path) -> str | None:
     """Why the model cannot be loaded, as far as the names and shapes of its tensors tell."""
     import torch
 
-    from minisgl.models import checked_slots, create_model
+    from minisgl.models import check_weights, create_model
 
     try:
         with torch.device("meta"):
-            checked_slots(create_model(config), tensors)
+            check_weights(create_model(config), path)
     except ModelLoadError as error:
         return str(error)
     return None

@@ -11,7 +11,7 @@ from .packing import pack_floats, pack_stored
 from .sources import close_sources, load_model_config, open_source
 from .weights import (
     Pack,
-    checked_slots,
+    check_weights,
     init_dummy_weights,
     load_model_weights,
     load_weight,
@@ -23,7 +23,7 @@ __all__ = [
     "ModelConfig",
     "Pack",
     "RotaryConfig",
-    "checked_slots",
+    "check_weights",
     "close_sources",
     "create_model",
     "init_dummy_weights",

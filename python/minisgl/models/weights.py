@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -165,8 +166,20 @@ def load_model_weights(
     progress: called with (bytes done, bytes in all) of the file. pack: may turn the parts of a
     matrix into a packed `Weight`; where it returns None the matrix becomes floats.
     """
-    try:
+    with _mismatch_told(path):
         _load(model, open_source(path).tensors(), torch.device(device), dtype, progress, pack)
+
+
+def check_weights(model: CausalLM, path: str | os.PathLike[str]) -> None:
+    """`ModelLoadError` if `load_model_weights` would refuse the names or shapes at `path`."""
+    with _mismatch_told(path):
+        checked_slots(model, open_source(path).tensors())
+
+
+@contextmanager
+def _mismatch_told(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
     except _MismatchError as error:
         raise ModelLoadError(
             f"{path}: weights: {error}: the configuration and the weights do not belong together, "
