@@ -97,7 +97,7 @@ def test_tensors_that_are_not_the_models_are_told_as_when_it_is_loaded(
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(config))
     found = page(capsys, str(folder), code=1)
-    assert "cannot be loaded: weights: " in found and fault in found
+    assert "cannot be loaded: " in found and fault.replace(" ", "") in found.replace(" ", "")
     assert "whole contexts" not in found
     assert main(["generate", "-q", "--model", str(folder), "a"]) == 1
     told = capsys.readouterr().err.removeprefix("minisgl: ").strip()
