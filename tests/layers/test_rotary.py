@@ -116,3 +116,13 @@ def test_one_object_serves_all_who_ask_for_the_same_numbers() -> None:
 def test_an_unknown_kind_lists_the_known_ones() -> None:
     with pytest.raises(UnsupportedModelError, match="default, dynamic, factors, linear, llama3"):
         check_rope_scaling({"rope_type": "ntk"})
+
+
+def test_tables_have_every_digit_of_float32_however_long() -> None:
+    """torch's cos, called first in a process and with threads, may have half of them."""
+    frequencies, _ = rope_frequencies(64, 8192, 12345.0, None)
+    angles = (torch.arange(8192.0).unsqueeze(1) * frequencies).double()
+    tables = get_rope(64, 64, 8192, 12345.0).tables(8192)
+    for got, expected in zip(tables, (angles.cos(), angles.sin()), strict=True):
+        assert got.dtype is torch.float32
+        torch.testing.assert_close(got, expected.float(), rtol=6e-8, atol=1e-14)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from minisgl.kernel.torch_ops import rotate_
@@ -101,8 +102,13 @@ class RotaryEmbedding(StateLessOP):
                 self._rotary_dim, length, self._base, self._scaling
             )
         steps = torch.arange(length, dtype=torch.float32, device="cpu").unsqueeze(1)
-        angles = steps * frequencies
-        cos, sin = (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
+        # Not torch's: the first cos of a process, if large enough for threads, may come from a kernel
+        # of MKL that has half the digits (https://github.com/pytorch/pytorch/issues/188792).
+        angles = (steps * frequencies).double().numpy()
+        cos, sin = (
+            torch.from_numpy((of_angles * factor).astype(np.float32)).to(device)
+            for of_angles in (np.cos(angles), np.sin(angles))
+        )
         self._tables[device] = (cos, sin)
         return cos, sin
 
