@@ -102,8 +102,8 @@ class RotaryEmbedding(StateLessOP):
                 self._rotary_dim, length, self._base, self._scaling
             )
         steps = torch.arange(length, dtype=torch.float32, device="cpu").unsqueeze(1)
-        # Not torch's: the first cos of a process, if large enough for threads, may come from a kernel
-        # of MKL that has half the digits (https://github.com/pytorch/pytorch/issues/188792).
+        # Not torch's: the first cos of a process, if large enough for threads, may come from a
+        # kernel of MKL that has half the digits (https://github.com/pytorch/pytorch/issues/188792).
         angles = (steps * frequencies).double().numpy()
         cos, sin = (
             torch.from_numpy((of_angles * factor).astype(np.float32)).to(device)
