@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from minisgl.params import (
+    MAX_CONSTRAINT_CHARS,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
     MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    Constraint,
     FinishReason,
     InvalidRequestError,
     SamplingParams,
@@ -71,6 +74,9 @@ REFUSED: list[tuple[str, list[Any]]] = [
     ("presence_penalty", [-2.1, 2.1, math.inf]),
     ("repetition_penalty", [0.0, -1, 100.5, math.nan]),
     ("ignore_eos", [1, 0, None, "yes"]),
+    ("logprobs", [-1, MAX_LOGPROBS + 1, True, "2", 1.5]),
+    ("prompt_logprobs", [-1, MAX_LOGPROBS + 1, False]),
+    ("constraint", ["json_object", Constraint("xml")]),
     ("seed", [1.5, "7", True, MAX_SEED + 1, -MAX_SEED - 2]),
     ("stop", ["end", [""], [1], None, 5, {"a"}, ["x"] * (MAX_STOP_STRINGS + 1)]),
     ("stop_token_ids", [[-1], [2**31], ["1"], 5, None, [0] * (MAX_STOP_TOKEN_IDS + 1)]),
@@ -131,3 +137,11 @@ def test_values_in_errors_are_short() -> None:
     assert shown(BIG) == "a number of more than 40 digits"
     assert shown("x" * 1000) == "'" + "x" * 79
     assert shown(-5) == "-5"
+
+
+def test_a_constraint_that_is_too_long_is_named_by_its_kind() -> None:
+    SamplingParams(constraint=Constraint("regex", "a" * MAX_CONSTRAINT_CHARS)).validate()
+    for text in ("a" * (MAX_CONSTRAINT_CHARS + 1), 5):
+        with pytest.raises(InvalidRequestError) as caught:
+            SamplingParams(constraint=Constraint("regex", text)).validate()  # type: ignore[arg-type]
+        assert caught.value.param == "regex"

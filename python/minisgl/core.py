@@ -18,6 +18,7 @@ import torch
 from minisgl.params import (
     ConfigError,
     EngineError,
+    ErrorKind,
     FinishReason,
     InvalidRequestError,
     MinisglError,
@@ -34,6 +35,7 @@ __all__ = [
     "ConfigError",
     "Context",
     "EngineError",
+    "ErrorKind",
     "FinishReason",
     "InvalidRequestError",
     "MinisglError",

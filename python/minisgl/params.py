@@ -25,12 +25,16 @@ from minisgl.utils.errors import (
 __all__ = [
     "ChatTemplateError",
     "ConfigError",
+    "Constraint",
     "EngineError",
+    "ErrorKind",
     "FinishReason",
     "InvalidRequestError",
+    "Logprob",
     "MessageError",
     "MinisglError",
     "ModelLoadError",
+    "PositionLogprobs",
     "SamplingParams",
     "TokenizerError",
     "UnsupportedModelError",
@@ -41,6 +45,10 @@ MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_CONSTRAINT_CHARS = 1 << 18
+
+CONSTRAINT_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 
 
 class FinishReason(str, Enum):
@@ -52,6 +60,47 @@ class FinishReason(str, Enum):
     ERROR = "error"
 
 
+class ErrorKind(str, Enum):
+    """Whose fault an error is: the request's, the load's, the clock's, or the engine's."""
+
+    INVALID = "invalid"
+    OVERLOADED = "overloaded"
+    TIMEOUT = "timeout"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer must spell, one of `CONSTRAINT_KINDS`.
+
+    text: the JSON schema, the regular expression, a JSON list of the texts to choose from, or the
+    grammar in Lark's form; empty for `json_object`.
+    """
+
+    kind: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token and the natural logarithm of its probability.
+
+    logprob: None where nothing came before. raw: the token's bytes, filled in by the detokenizer.
+    """
+
+    token_id: int
+    logprob: float | None
+    raw: bytes = b""
+
+
+@dataclass(frozen=True)
+class PositionLogprobs:
+    """One position of a text: the token that stands there, and the most likely ones, best first."""
+
+    chosen: Logprob
+    top: list[Logprob] = field(default_factory=list)
+
+
 @dataclass
 class SamplingParams:
     """How the tokens of one request are chosen.
@@ -60,7 +109,9 @@ class SamplingParams:
     `min_p` cut the tail of the distribution. `seed` makes the draws repeatable, whatever else runs.
     `max_tokens` counts generated tokens, an EOS included. Penalties and `logit_bias` change the
     logits before all of that, as the OpenAI API defines them (`repetition_penalty`: CTRL,
-    arXiv:1909.05858).
+    arXiv:1909.05858). `logprobs`: so many of the most likely tokens are told for each position of
+    the answer, `prompt_logprobs` the same for the prompt; 0 tells of the token that stands there
+    alone, None of none. They are those of the model, before anything changes its logits.
     """
 
     temperature: float = 0.0
@@ -76,6 +127,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -112,7 +166,25 @@ class SamplingParams:
             raise InvalidRequestError("ignore_eos must be true or false", "ignore_eos")
         if self.seed is not None:
             self._check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.logprobs is not None:
+            self._check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            self._check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._check_constraint()
         self._check_stops(vocab_size)
+
+    def _check_constraint(self) -> None:
+        constraint = self.constraint
+        if constraint is None:
+            return
+        if not isinstance(constraint, Constraint) or constraint.kind not in CONSTRAINT_KINDS:
+            kinds = ", ".join(CONSTRAINT_KINDS)
+            raise InvalidRequestError(f"constraint must be one of {kinds}", "constraint")
+        if not isinstance(constraint.text, str) or len(constraint.text) > MAX_CONSTRAINT_CHARS:
+            raise InvalidRequestError(
+                f"{constraint.kind} takes a text of at most {MAX_CONSTRAINT_CHARS} characters",
+                constraint.kind,
+            )
 
     def _check_stops(self, vocab_size: int | None) -> None:
         self._check_list("stop", self.stop, MAX_STOP_STRINGS)

@@ -29,7 +29,15 @@ from minisgl.message import (
     UserReply,
 )
 from minisgl.message.codec import MAX_NESTING, Message, pack, unpack
-from minisgl.params import FinishReason, MessageError, SamplingParams
+from minisgl.params import (
+    Constraint,
+    ErrorKind,
+    FinishReason,
+    Logprob,
+    MessageError,
+    PositionLogprobs,
+    SamplingParams,
+)
 
 FULL_PARAMS = SamplingParams(
     temperature=0.7,
@@ -45,7 +53,11 @@ FULL_PARAMS = SamplingParams(
     presence_penalty=-0.2,
     repetition_penalty=1.1,
     logit_bias={5: -1.5, 6: 2.0},
+    logprobs=2,
+    prompt_logprobs=0,
+    constraint=Constraint("regex", "a|b"),
 )
+LOGPROBS = PositionLogprobs(Logprob(4, -0.5, b"\xff\x00"), [Logprob(4, -0.5), Logprob(9, -2.5)])
 CHAT = [{"role": "user", "content": "Hi", "__type__": "ExitMsg"}]  # a client may send any key
 
 MESSAGES: list[Message] = [
@@ -57,14 +69,19 @@ MESSAGES: list[Message] = [
     BatchBackendMsg([BatchBackendMsg([ExitMsg()]), BatchBackendMsg([])]),
     TokenizeMsg(1, "text with \u00e9 and \U0001f600", FULL_PARAMS),
     TokenizeMsg(1, CHAT, SamplingParams()),
+    TokenizeMsg(2, [5, 6], SamplingParams(), group=1, salt="s", priority=3, deadline=2.5),
     DetokenizeMsg(1, 17, False),
     DetokenizeMsg(1, 17, True, FinishReason.STOP),
     DetokenizeMsg(1, -1, True, FinishReason.ERROR, "the forward pass failed"),
+    DetokenizeMsg(1, -1, True, FinishReason.ERROR, "no", ErrorKind.INVALID, "prompt"),
+    DetokenizeMsg(1, 4, False, None, None, ErrorKind.FAILED, None, 9, 8, LOGPROBS, [LOGPROBS] * 2),
     AbortMsg(9),
     BatchTokenizerMsg([DetokenizeMsg(1, 2, False), AbortMsg(1)]),
     UserReply(1, "piece", False),
     UserReply(1, "", True, FinishReason.LENGTH),
+    UserReply(1, "ab", False, None, [4, 5], 7, 6, [LOGPROBS], [LOGPROBS, LOGPROBS]),
     ErrorReply(1, "no", "stop"),
+    ErrorReply(1, "later", None, ErrorKind.OVERLOADED),
     BatchFrontendMsg([UserReply(1, "a", True), ErrorReply(2, "b")]),
 ]
 FAMILIES = (BaseBackendMsg, BaseTokenizerMsg, BaseFrontendMsg)

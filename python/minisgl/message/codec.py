@@ -114,6 +114,8 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if isinstance(value, dict):
         return {key: _encode(item) for key, item in value.items()}
+    if dataclasses.is_dataclass(value):  # a plain value, decoded by its declared type
+        return msgspec.to_builtins(value, builtin_types=(bytes,))
     return value
 
 

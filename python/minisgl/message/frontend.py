@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from minisgl.params import FinishReason
+from minisgl.params import ErrorKind, FinishReason, PositionLogprobs
 
 from .codec import Message
 
@@ -22,12 +22,22 @@ class BatchFrontendMsg(BaseFrontendMsg):
 
 @dataclass(eq=False)
 class UserReply(BaseFrontendMsg):
-    """The next piece of a request's answer."""
+    """The next piece of a request's answer.
+
+    token_ids: the tokens of this piece, without the one that ended it. num_prompt_tokens and
+    num_cached_tokens (those that were in the prefix cache) are told in each. logprobs: of
+    `token_ids`, if asked for; prompt_logprobs: of the prompt, in the first piece.
+    """
 
     uid: int
     incremental_output: str
     finished: bool
     finish_reason: FinishReason | None = None
+    token_ids: list[int] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -37,3 +47,4 @@ class ErrorReply(BaseFrontendMsg):
     uid: int
     message: str
     param: str | None = None
+    kind: ErrorKind = ErrorKind.FAILED

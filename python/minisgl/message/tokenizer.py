@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl.params import FinishReason, SamplingParams
+from minisgl.params import ErrorKind, FinishReason, PositionLogprobs, SamplingParams
 
 from .codec import Message
 
@@ -23,28 +23,42 @@ class BatchTokenizerMsg(BaseTokenizerMsg):
 
 @dataclass(eq=False)
 class TokenizeMsg(BaseTokenizerMsg):
-    """A request as text, or as a list of chat messages (`{"role", "content"}`).
+    """A request as text, as token ids, or as a list of chat messages (`{"role", "content"}`).
 
     tools: functions that the model may call, for its chat template. template_args: other variables
-    of the template, such as `enable_thinking`.
+    of the template, such as `enable_thinking`. The rest is handed on in the `UserMsg`.
     """
 
     uid: int
-    text: str | list[dict[str, Any]]
+    text: str | list[Any]
     sampling_params: SamplingParams
     tools: list[dict[str, Any]] | None = None
     template_args: dict[str, Any] = field(default_factory=dict)
+    group: int | None = None
+    salt: str = ""
+    priority: int = 0
+    deadline: float | None = None
 
 
 @dataclass(eq=False)
 class DetokenizeMsg(BaseTokenizerMsg):
-    """One sampled token. The last of a request says `finished` and why; an error has no token."""
+    """One sampled token. The last of a request says `finished` and why; an error has no token.
+
+    error_param: the field at fault, if one is. num_prompt_tokens and num_cached_tokens (those that
+    were in the prefix cache), prompt_logprobs: told with the first token. logprobs: of this one.
+    """
 
     uid: int
     next_token: int
     finished: bool
     finish_reason: FinishReason | None = None
     error: str | None = None
+    error_kind: ErrorKind = ErrorKind.FAILED
+    error_param: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: PositionLogprobs | None = None
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, FinishReason, InvalidRequestError, Req
+from minisgl.core import Batch, ErrorKind, FinishReason, InvalidRequestError, Req
 from minisgl.env import ENV
 from minisgl.message import (
     AbortBackendMsg,
@@ -184,7 +184,17 @@ class Scheduler:
         try:
             self.check_request(msg)
         except InvalidRequestError as error:
-            self._reply(msg.uid, NO_TOKEN, FinishReason.ERROR, str(error))
+            self._outbox.append(
+                DetokenizeMsg(
+                    msg.uid,
+                    NO_TOKEN,
+                    True,
+                    FinishReason.ERROR,
+                    error=str(error),
+                    error_kind=ErrorKind.INVALID,
+                    error_param=error.param,
+                )
+            )
             return
         self.prefill_manager.add_one_req(clamp_max_tokens(msg, self.engine.max_seq_len))
 
