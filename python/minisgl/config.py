@@ -187,12 +187,18 @@ class SchedulerConfig(EngineConfig):
     `share_prefixes`: a request waits a step for what it shares with a prompt that is being computed
     if that is at least so many tokens; 0 never waits, and equal new prompts are each computed.
     `admission`: a request starts when all worst cases fit at once, or (peak) at every later step.
+    `kv_spill_bytes`: how much of what the KV pool evicts is kept, in host memory or in a file in
+    `kv_spill_dir`; 0 keeps nothing. `kv_prefix_file`: cached prefixes are loaded from it at the
+    start, if it is there, and saved to it at the end.
     """
 
     max_extend_tokens: int = 8192
     cache_type: str = "radix"
     share_prefixes: int = 0
     admission: str = "conservative"
+    kv_spill_bytes: int = 0
+    kv_spill_dir: str | None = None
+    kv_prefix_file: str | None = None
     offline_mode: bool = False
     zmq_backend_addr: str = ""
     zmq_detokenizer_addr: str = ""
@@ -216,6 +222,33 @@ class SchedulerConfig(EngineConfig):
         _require(
             self.admission in ("conservative", "peak"),
             f"admission (--admission) must be conservative or peak, got {shown(self.admission)}",
+        )
+        self._check_second_tier()
+
+    def _check_second_tier(self) -> None:
+        size = "a size of 0 bytes to 8 EiB, such as 4G (in Python 4 << 30)"
+        _check_int("kv_spill_bytes", "--kv-spill", self.kv_spill_bytes, 0, 2**63 - 1, size)
+        for name, flag in (
+            ("kv_spill_dir", "--kv-spill-dir"),
+            ("kv_prefix_file", "--kv-prefix-file"),
+        ):
+            path = getattr(self, name)
+            _require(
+                path is None or (isinstance(path, (str, os.PathLike)) and bool(os.fspath(path))),
+                f"{name} ({flag}) must be a path, got {shown(path)}",
+            )
+        _require(
+            self.kv_spill_dir is None or self.kv_spill_bytes > 0,
+            "kv_spill_dir (--kv-spill-dir) needs kv_spill_bytes (--kv-spill), the file's size",
+        )
+        _require(
+            self.cache_type != "naive" or not (self.kv_spill_bytes or self.kv_prefix_file),
+            "kv_spill_bytes (--kv-spill) and kv_prefix_file (--kv-prefix-file) keep cached "
+            "prefixes: they need cache_type (--cache-type) radix",
+        )
+        _require(
+            self.kv_prefix_file is None or self.tp_info.size == 1,
+            "kv_prefix_file (--kv-prefix-file) is for engines of one rank",
         )
 
 

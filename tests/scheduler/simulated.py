@@ -63,6 +63,24 @@ class SimEngine:
         """A snapshot of the rows."""
         return [self.page_table[req.table_idx, : req.device_len].long() for req in batch.reqs]
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of the shadow."""
+        return self.page_size * self.shadow.itemsize
+
+    def read_pages(self, pages: Any) -> torch.Tensor:
+        """A copy of the shadow's pages as bytes."""
+        return self.shadow.view(-1, self.page_size)[torch.as_tensor(pages)].view(torch.uint8)
+
+    def write_pages(self, pages: Any, data: torch.Tensor) -> None:
+        """Put bytes back into the shadow."""
+        by_page = self.shadow.view(-1, self.page_size)
+        by_page[torch.as_tensor(pages)] = data.view(torch.int32)
+
+    def fingerprint(self) -> bytes:
+        """All simulated engines have the same KV."""
+        return bytes(32)
+
     def launch_order(self) -> AbstractContextManager[None]:
         """Program order."""
         return nullcontext()

@@ -138,6 +138,25 @@ def check_tree(world: World) -> None:
     world.scheduler.cache_manager.check_integrity(full=False)
 
 
+def check_spill(world: World) -> None:
+    """The second tier: every slot has one state, and what it says it has is what was computed."""
+    spill = world.scheduler.cache_manager.spill
+    if spill is None:
+        return
+    seen = (spill.index._num_made, spill.index.size_info, spill.num_free_slots)
+    if seen == world.spill_seen:
+        return
+    world.spill_seen = seen
+    spill.check_integrity()
+    page_size = world.config.page_size
+    for ids, indices, salt in spill.index.prefixes():
+        salt_id = ord(salt) - ord("a") + 1 if salt else 0
+        stored = spill.read_pages(indices[::page_size] // page_size).numpy().view(np.int64)
+        expected = ids + salt_id * world.config.vocab_size
+        if not np.array_equal(stored.reshape(-1), expected):
+            raise Violation(f"I2: the second tier has {stored.tolist()} for {ids} of {salt!r}")
+
+
 def check_idle(world: World) -> None:
     """I11: only the cache may hold pages, and every map is empty but that of early aborts."""
     scheduler = world.scheduler

@@ -31,6 +31,7 @@ class Case:
     overlap: bool = False
     num_steps: int = 1000
     shares: bool = True
+    spills: bool = True
 
     def to_json(self) -> str:
         """One line that `from_json` reads back."""
@@ -57,6 +58,9 @@ def random_config(case: Case, rng: random.Random) -> WorldConfig:
         pad_decode_to=rng.choice([1, 1, 2, 4]),
         share_prefixes=rng.choice([0, 1, 1, rng.randint(1, 8)]) if case.shares else 0,
         admission=rng.choice(["conservative", "peak", "peak"]),
+        spill_pages=rng.choice([0, 1, rng.randint(2, 2 * num_pages)])
+        if case.cache_type == "radix" and case.spills
+        else 0,
     )
 
 
@@ -94,6 +98,8 @@ class Driver:
             self.world.flush()
         elif draw > 0.988:
             self.world.reset()
+        elif draw > 0.984 and self.world.config.cache_type == "radix":
+            self.world.reload()
         elif self.reserved and rng.random() < 0.3:
             self._submit(self.reserved.pop(0))
         elif len(self.world.queue) < MAX_QUEUE:

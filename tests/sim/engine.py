@@ -133,6 +133,25 @@ class SimEngine:
         batch.attn_metadata = np.concatenate(rows)  # type: ignore[assignment]
         return batch.attn_metadata  # type: ignore[return-value]
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of the shadow."""
+        return self.page_size * self.shadow.itemsize
+
+    def read_pages(self, pages: Any) -> torch.Tensor:
+        """A copy of the shadow's pages as bytes."""
+        by_page = self.shadow.reshape(-1, self.page_size)
+        return torch.from_numpy(by_page[np.asarray(pages)].view(np.uint8))
+
+    def write_pages(self, pages: Any, data: torch.Tensor) -> None:
+        """Put bytes back into the shadow."""
+        by_page = self.shadow.reshape(-1, self.page_size)
+        by_page[np.asarray(pages)] = data.numpy().view(np.int64)
+
+    def fingerprint(self) -> bytes:
+        """All simulated engines have the same KV."""
+        return bytes(32)
+
     @contextmanager
     def launch_order(self) -> Iterator[None]:
         yield

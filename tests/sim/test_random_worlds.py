@@ -60,9 +60,9 @@ def watch(world: World, seen: Counter[str]) -> None:
     cache, queue = manager.prefix_cache, world.scheduler.prefill_manager
     evict, cache_req, schedule = cache.evict, manager.cache_req, queue.schedule_next_batch
 
-    def counted_evict(size: int):  # type: ignore[no-untyped-def]
+    def counted_evict(size: int, on_evict=None):  # type: ignore[no-untyped-def]
         seen["evictions"] += size > 0
-        return evict(size)
+        return evict(size, on_evict)
 
     def counted_cache_req(req, *, finished, length=None):  # type: ignore[no-untyped-def]
         prompt_len = world.engine.scripts[req.uid].prompt_len
@@ -83,6 +83,13 @@ def watch(world: World, seen: Counter[str]) -> None:
             seen["prefix hits"] += req.cache_handle.cached_len > 0
         return batch
 
+    restore = manager.restore
+
+    def counted_restore(ids, handle, salt):  # type: ignore[no-untyped-def]
+        longer = restore(ids, handle, salt)
+        seen["restored"] += longer.cached_len > handle.cached_len
+        return longer
+
     policy = queue.policy
 
     def counted_policy(*args):  # type: ignore[no-untyped-def]
@@ -90,6 +97,7 @@ def watch(world: World, seen: Counter[str]) -> None:
         seen["admitted by the peak alone"] += admits and not conservative(*args)
         return admits
 
+    manager.restore = counted_restore  # type: ignore[method-assign]
     queue.policy = counted_policy
     cache.evict = counted_evict  # type: ignore[method-assign]
     manager.cache_req = counted_cache_req  # type: ignore[method-assign]
@@ -114,6 +122,8 @@ def test_the_generator_reaches_every_corner() -> None:
         "head waits for shared prefix",
         "shared chunks",
         "admitted by the peak alone",
+        "restored",
+        "loaded tokens",
         "idle",
         "stop",
         "length",

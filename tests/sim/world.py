@@ -7,9 +7,11 @@ looks at pages, rows and the cache.
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from minisgl.message import AbortBackendMsg, BaseBackendMsg, DetokenizeMsg, User
 from minisgl.params import FinishReason, SamplingParams
 from minisgl.scheduler import Scheduler, SchedulerConfig
 
-from .checks import check_idle, check_pages, check_rows, check_tree
+from .checks import check_idle, check_pages, check_rows, check_spill, check_tree
 from .engine import Script, SimEngine, Violation
 from .oracle import spell_out
 
@@ -30,7 +32,8 @@ EOS = 0
 class WorldConfig:
     """The size of a world. `vocab_size` is small so that prefixes collide.
 
-    share_prefixes: how many shared tokens are worth a wait, 0 for never.
+    share_prefixes: how many shared tokens are worth a wait, 0 for never. spill_pages: the slots of
+    the second tier.
     """
 
     page_size: int = 1
@@ -44,6 +47,7 @@ class WorldConfig:
     pad_decode_to: int = 1
     share_prefixes: int = 0
     admission: str = "conservative"
+    spill_pages: int = 0
 
 
 @dataclass
@@ -88,6 +92,7 @@ class World:
             cache_type=config.cache_type,  # type: ignore[arg-type]
             share_prefixes=config.share_prefixes,
             admission=config.admission,
+            kv_spill_bytes=config.spill_pages * self.engine.page_bytes,
         )
         self.scheduler = Scheduler(scheduler_config, self.engine, self, eos_token_ids=[EOS])
         self.book: dict[int, Entry] = {}
@@ -97,6 +102,7 @@ class World:
         self.last_data: Any = None
         self.live: dict[int, Req] = {}
         self.tree_seen: Any = None
+        self.spill_seen: Any = None
         self.resident_seen: tuple[Any, Any] = (None, None)
         self.num_steps = 0
         self.history: list[list[Any]] = []
@@ -151,6 +157,16 @@ class World:
         """Forget every cached prefix that is not in use."""
         self.history.append(["flush"])
         self.scheduler.cache_manager.flush()
+        self.check()
+
+    def reload(self) -> None:
+        """Save every cached prefix, forget what can be forgotten, and load the file."""
+        self.history.append(["reload"])
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "prefixes"
+            self.scheduler.save_prefixes(path)
+            self.scheduler.flush_cache()
+            self.counts["loaded tokens"] += self.scheduler.load_prefixes(path)
         self.check()
 
     def fail(self, stage: str) -> None:
@@ -295,6 +311,7 @@ class World:
         self.engine.trace.clear()
         check_rows(self)
         check_pages(self)
+        check_spill(self)
         cache = self.scheduler.cache_manager.prefix_cache
         handles = [(req.uid, req.cache_handle) for req in self.live.values()]
         seen = (cache.size_info, getattr(cache, "_num_made", 0), handles)

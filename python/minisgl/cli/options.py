@@ -108,6 +108,29 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
         "every later step (peak, which lets more run)",
     ),
     (
+        "kv_spill_bytes",
+        "--kv-spill",
+        parse_bytes,
+        "SIZE",
+        "keep so much of what the KV pool has to forget in main memory, as 4G: a prompt that "
+        "begins like an earlier one is copied back instead of computed (default 0: forget it)",
+    ),
+    (
+        "kv_spill_dir",
+        "--kv-spill-dir",
+        str,
+        "DIR",
+        "keep it in a file in DIR instead; SIZE bytes are taken there, and given back at the end",
+    ),
+    (
+        "kv_prefix_file",
+        "--kv-prefix-file",
+        str,
+        "FILE",
+        "remember prompts across runs: load their KV from FILE, save it there at the end; a file "
+        "of another model or other settings is ignored",
+    ),
+    (
         "attention_backend",
         "--attention-backend --attn",
         str,

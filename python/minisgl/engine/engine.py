@@ -7,7 +7,7 @@ there are to hand out: the last of each belongs to the dummy request that pads b
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ from minisgl.utils import align_ceil, init_logger, resolve_dtype, torch_dtype, z
 from minisgl.utils.model_files import resolve_model
 
 from .device import DeviceStream, NullEvent, count_threads, free_memory, resolve_device
+from .fingerprint import fingerprint_kv
 from .graph import GraphRunner, determine_cuda_graph_bs
 from .memory import MemoryReport, choose_num_pages, human
 from .sample import BatchSamplingArgs, Sampler, Tokens
@@ -262,6 +263,23 @@ class Engine:
     def launch_order(self) -> AbstractContextManager[None]:
         """Inside, work is launched behind everything that was launched before."""
         return self._stream.launch_order()
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one KV page."""
+        return self.kv_cache.page_bytes
+
+    def read_pages(self, pages: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """A copy of KV pages, opaque: uint8 `(len(pages), page_bytes)` on the engine's device."""
+        return self.kv_cache.read_pages(pages)
+
+    def write_pages(self, pages: torch.Tensor | Sequence[int], data: torch.Tensor) -> None:
+        """Write back what `read_pages` gave."""
+        self.kv_cache.write_pages(pages, data)
+
+    def fingerprint(self) -> bytes:
+        """32 bytes that are the same only where the same tokens have the same KV bytes."""
+        return fingerprint_kv(self)
 
     def shutdown(self) -> None:
         """Let go of the model, the pool and the process group."""

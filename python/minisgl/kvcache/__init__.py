@@ -16,6 +16,7 @@ from .base import (
     BaseCacheHandle,
     BaseKVCachePool,
     BasePrefixCache,
+    CachedPrefix,
     InsertResult,
     MatchResult,
     SizeInfo,
@@ -23,18 +24,22 @@ from .base import (
 from .mha_pool import MHAKVCache
 from .naive_cache import NaivePrefixCache
 from .radix_cache import RadixPrefixCache
+from .spill import PagedEngine, SpillTier
 
 __all__ = [
     "PREFIX_CACHES",
     "BaseCacheHandle",
     "BaseKVCachePool",
     "BasePrefixCache",
+    "CachedPrefix",
     "InsertResult",
     "MHAKVCache",
     "MatchResult",
     "NaivePrefixCache",
+    "PagedEngine",
     "RadixPrefixCache",
     "SizeInfo",
+    "SpillTier",
     "create_kvcache_pool",
     "create_prefix_cache",
 ]

@@ -11,10 +11,12 @@ it never changes. A location is a token's slot, `page * page_size + offset`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -94,6 +96,14 @@ class InsertResult(NamedTuple):
     handle: Any
 
 
+class CachedPrefix(NamedTuple):
+    """A cached prefix spelled out: its tokens, their locations, int32 both, and its salt."""
+
+    ids: npt.NDArray[np.int32]
+    indices: torch.Tensor
+    salt: str
+
+
 class BasePrefixCache(ABC):
     """Which token sequences have their KV where.
 
@@ -129,15 +139,22 @@ class BasePrefixCache(ABC):
         return [0] * len(handles)
 
     @abstractmethod
-    def evict(self, size: int) -> torch.Tensor:
+    def evict(
+        self, size: int, on_evict: Callable[[CachedPrefix], None] | None = None
+    ) -> torch.Tensor:
         """Forget at least `size` tokens, least recently used first; returns all their locations.
 
-        `RuntimeError` if fewer are evictable; 0 gives an empty tensor.
+        `RuntimeError` if fewer are evictable; 0 gives an empty tensor. on_evict: called with each
+        prefix that loses its end, as it was before.
         """
 
     def reset(self) -> torch.Tensor:
         """Forget everything that is not locked; returns its locations."""
         return self.evict(self.size_info.evictable_size)
+
+    def prefixes(self) -> Iterator[CachedPrefix]:
+        """Every cached prefix that no longer one begins with, least recently used first."""
+        return iter(())
 
     @abstractmethod
     def resident_indices(self) -> torch.Tensor:

@@ -5,12 +5,19 @@ It is the reference that the radix cache is compared with. Invariant: it never h
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from .base import BaseCacheHandle, BasePrefixCache, InsertResult, MatchResult, SizeInfo
+from .base import (
+    BaseCacheHandle,
+    BasePrefixCache,
+    CachedPrefix,
+    InsertResult,
+    MatchResult,
+    SizeInfo,
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,9 @@ class NaivePrefixCache(BasePrefixCache):
     def lock_handle(self, handle: BaseCacheHandle, unlock: bool = False) -> None:
         """Nothing to protect."""
 
-    def evict(self, size: int) -> torch.Tensor:
+    def evict(
+        self, size: int, on_evict: Callable[[CachedPrefix], None] | None = None
+    ) -> torch.Tensor:
         """Empty for 0, else a `RuntimeError`."""
         if size > 0:
             raise RuntimeError(f"cannot evict {size} tokens: the naive cache holds none")

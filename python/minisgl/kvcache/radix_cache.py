@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -31,7 +31,14 @@ import torch
 from minisgl.core import get_global_ctx
 from minisgl.utils import align_down
 
-from .base import BaseCacheHandle, BasePrefixCache, InsertResult, MatchResult, SizeInfo
+from .base import (
+    BaseCacheHandle,
+    BasePrefixCache,
+    CachedPrefix,
+    InsertResult,
+    MatchResult,
+    SizeInfo,
+)
 
 Ids: TypeAlias = npt.NDArray[np.int32]
 _NO_IDS: Ids = np.empty(0, dtype=np.int32)
@@ -199,7 +206,9 @@ class RadixPrefixCache(BasePrefixCache):
             shared.append(length)
         return shared
 
-    def evict(self, size: int) -> torch.Tensor:
+    def evict(
+        self, size: int, on_evict: Callable[[CachedPrefix], None] | None = None
+    ) -> torch.Tensor:
         """Free least recently used unlocked leaves, and their parents after them."""
         if size > self._evictable_size:
             raise RuntimeError(
@@ -210,11 +219,19 @@ class RadixPrefixCache(BasePrefixCache):
         num_freed = 0
         while num_freed < size:
             leaf = self._pop_least_recent()
+            if on_evict is not None:
+                on_evict(_spell_out(leaf))
             num_freed += leaf.length
             freed.append(leaf.indices)
             self._unlink(leaf)
         self._evictable_size -= num_freed
         return torch.cat(freed) if freed else self._empty
+
+    def prefixes(self) -> Iterator[CachedPrefix]:
+        """The prefix that ends in each leaf, least recently used first."""
+        leaves = [node for node in self._nodes() if not node.children and not node.is_root]
+        for leaf in sorted(leaves, key=lambda leaf: (leaf.last_use, leaf.serial)):
+            yield _spell_out(leaf)
 
     def resident_indices(self) -> torch.Tensor:
         """Every location in the tree; walks all of it, for checks and tests."""
@@ -398,6 +415,14 @@ def _path_to_root(node: RadixTreeNode) -> Iterator[RadixTreeNode]:
     while current is not None:
         yield current
         current = current.parent
+
+
+def _spell_out(node: RadixTreeNode) -> CachedPrefix:
+    """The prefix that ends where `node` ends."""
+    *path, root = _path_to_root(node)
+    path.reverse()
+    ids = np.concatenate([part.key for part in path])
+    return CachedPrefix(ids, torch.cat([part.indices for part in path]), root.salt or "")
 
 
 def _broken(what: str) -> RuntimeError:

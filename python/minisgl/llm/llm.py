@@ -8,6 +8,7 @@ after it.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
@@ -131,6 +132,28 @@ class LLM(Scheduler):
         `add_generation_prompt`.
         """
         return self.tokenizer.apply_chat_template(messages, **{**template_args, "tokenize": True})
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no request uses, spilled ones too; the pages freed."""
+        self._check_alive()
+        return super().flush_cache()
+
+    def save_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Write all cached prefixes with their KV to a file; returns how many tokens they have.
+
+        `ConfigError` if the file cannot be written; an older one then stays as it was.
+        """
+        self._check_alive()
+        return super().save_prefixes(path)
+
+    def load_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Cache what `save_prefixes` wrote; returns how many tokens were taken.
+
+        A file that is missing, damaged, or of another model or other settings gives none, and a
+        line in the log.
+        """
+        self._check_alive()
+        return super().load_prefixes(path)
 
     def _run(self, call: int) -> Iterator[StreamEvent]:
         with self._call_lock:

@@ -9,6 +9,7 @@ from .backend import (
     BaseBackendMsg,
     BatchBackendMsg,
     ExitMsg,
+    FlushMsg,
     UserMsg,
 )
 from .frontend import BaseFrontendMsg, BatchFrontendMsg, ErrorReply, UserReply
@@ -32,6 +33,7 @@ __all__ = [
     "DetokenizeMsg",
     "ErrorReply",
     "ExitMsg",
+    "FlushMsg",
     "TokenizeMsg",
     "UserMsg",
     "UserReply",

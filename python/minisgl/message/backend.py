@@ -26,6 +26,11 @@ class ExitMsg(BaseBackendMsg):
 
 
 @dataclass(eq=False)
+class FlushMsg(BaseBackendMsg):
+    """Forget every cached prefix that no request uses."""
+
+
+@dataclass(eq=False)
 class UserMsg(BaseBackendMsg):
     """A tokenized request.
 

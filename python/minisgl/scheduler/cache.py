@@ -7,33 +7,44 @@ is a token's slot; page `p` starts at location `p * page_size`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from minisgl.core import Req
-from minisgl.kvcache import BaseCacheHandle, MatchResult, create_prefix_cache
+from minisgl.kvcache import BaseCacheHandle, MatchResult, SpillTier, create_prefix_cache
 from minisgl.utils import div_ceil
 
 from .utils import Ints, PendingReq, cells, to_device, to_tensor, token_index
+
+WritePages = Callable[[torch.Tensor, int], None]  # page numbers, first page of the data
 
 
 class CacheManager:
     """Allocates, shares and frees pages.
 
     page_table: int32 `(rows, tokens)`, written in place; each row at least whole pages long.
-    type: "radix" or "naive". Sizes are in tokens where their name says nothing else.
+    type: "radix" or "naive". spill: where evicted prefixes go, None for nowhere. Sizes are in
+    tokens where their name says nothing else.
     """
 
-    def __init__(self, num_pages: int, page_size: int, page_table: torch.Tensor, type: str) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        page_table: torch.Tensor,
+        type: str,
+        spill: SpillTier | None = None,
+    ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.page_table = page_table
         self._table = cells(page_table)
         self.device = page_table.device
         self.prefix_cache = create_prefix_cache(device=self.device, type=type, page_size=page_size)
+        self.spill = spill
         self._free_list = _FreeList(num_pages, page_size, self.device)
         self._owners: dict[int, tuple[Req, int]] = {}  # row -> request, pages its row covers
         self._held_back: list[torch.Tensor] | None = None
@@ -86,6 +97,57 @@ class CacheManager:
     def unlock(self, handle: BaseCacheHandle) -> None:
         """Take one protection back."""
         self.prefix_cache.lock_handle(handle, unlock=True)
+
+    def restore(self, ids: torch.Tensor, handle: BaseCacheHandle, salt: str) -> BaseCacheHandle:
+        """Copy back what the second tier has of `ids` beyond a locked prefix; the new, locked one.
+
+        The pages are taken like those of tokens that are computed: what was promised to a request
+        for its prompt covers them. The copy is launched before anything that reads it.
+        """
+        if self.spill is None:
+            return handle
+        with self.spill.found(ids, salt) as spilled:
+            missing = (spilled.cached_len - handle.cached_len) // self.page_size
+            num_pages = min(missing, self.available_pages)
+            if num_pages <= 0:
+                return handle
+            locations = self._page_to_token(self._allocate(num_pages))
+            if not self.spill.copy_back(spilled, handle.cached_len, locations):
+                self._free(locations)
+                return handle
+        return self._lengthen(ids, handle, salt, locations)
+
+    def adopt(self, ids: torch.Tensor, salt: str, first: int, write: WritePages) -> int:
+        """Cache as much of a prefix as there is room for; returns the tokens that were missing.
+
+        ids: whole pages. write: fills pages with the KV of `ids` from a page of it on, which is
+        known from token `first` on only: nothing is taken if those before it are not cached.
+        """
+        handle = self.prefix_cache.match_prefix(ids, salt).cuda_handle
+        self.lock(handle)
+        handle = self.restore(ids, handle, salt)
+        start = handle.cached_len
+        num_pages = min((len(ids) - start) // self.page_size, self.available_pages)
+        if start < first:
+            num_pages = 0
+        if num_pages:
+            locations = self._page_to_token(self._allocate(num_pages))
+            write(locations[:: self.page_size] // self.page_size, (start - first) // self.page_size)
+            handle = self._lengthen(ids, handle, salt, locations)
+        self.unlock(handle)
+        return num_pages * self.page_size
+
+    def _lengthen(
+        self, ids: torch.Tensor, handle: BaseCacheHandle, salt: str, locations: torch.Tensor
+    ) -> BaseCacheHandle:
+        """Cache pages that were just filled behind a locked prefix; the new, locked one."""
+        indices = torch.cat([handle.get_matched_indices(), locations])
+        longer: BaseCacheHandle
+        cached_len, longer = self.prefix_cache.insert_prefix(ids[: len(indices)], indices, salt)
+        assert cached_len == handle.cached_len, "the prefix has grown meanwhile"
+        self.lock(longer)
+        self.unlock(handle)
+        return longer
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
         """Give every request the pages for `[cached_len, device_len)`, all or nothing."""
@@ -162,7 +224,9 @@ class CacheManager:
                 self._free_list.push(torch.cat(held_back))
 
     def flush(self) -> int:
-        """Forget every cached prefix that no request uses; returns the number of pages freed."""
+        """Forget every cached prefix that no request uses, the second tier too; pages freed."""
+        if self.spill is not None:
+            self.spill.clear()
         freed = self.prefix_cache.reset()
         self._free(freed)
         return len(freed) // self.page_size
@@ -180,6 +244,8 @@ class CacheManager:
             handles = [req.cache_handle for req, _ in self._owners.values()]
             self.prefix_cache.check_integrity([handle for handle in handles if handle is not None])
             self._check_ownership()
+            if self.spill is not None:
+                self.spill.check_integrity()
 
     def _check_ownership(self) -> None:
         """Prove that the states are disjoint and complete, page by page."""
@@ -226,7 +292,8 @@ class CacheManager:
     def _take(self, needed_pages: int) -> Ints:
         missing_pages = needed_pages - len(self._free_list)
         if missing_pages > 0:
-            evicted = self.prefix_cache.evict(missing_pages * self.page_size)
+            keep = None if self.spill is None else self.spill.store
+            evicted = self.prefix_cache.evict(missing_pages * self.page_size, keep)
             self._free_list.push(evicted[:: self.page_size])
         return self._free_list.pop(needed_pages)
 

@@ -117,7 +117,11 @@ class PrefillAdder:
             cache.unlock(handle)
             self.waits_for = WAITS_FOR_PAGES
             return None
-        self.promised.append(demand)
+        handle = cache.restore(pending.input_ids[: pending.input_len - 1], handle, pending.salt)
+        demand = PageDemand.of_candidate(
+            pending.input_len, pending.output_len, handle, cache.page_size
+        )
+        self.promised.append(demand)  # less the pages that were just restored
         row = self.table_manager.allocate()
         if (cached_len := handle.cached_len) > 0:
             self._write_tokens(pending, row, 0, cached_len)

@@ -6,12 +6,12 @@ The engine of `minisgl.engine` implements the first, the simulated engine of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from minisgl.core import Batch
+from minisgl.kvcache import PagedEngine
 from minisgl.message import BaseBackendMsg, DetokenizeMsg
 
 
@@ -46,10 +46,9 @@ class ForwardOutputProtocol(Protocol):
         ...
 
 
-class EngineProtocol(Protocol):
+class EngineProtocol(PagedEngine, Protocol):
     """Batch in, tokens out. Owns the page table `(rows + 1, tokens)` of token locations."""
 
-    device: torch.device
     page_table: torch.Tensor
     num_pages: int
     max_seq_len: int
@@ -71,12 +70,12 @@ class EngineProtocol(Protocol):
         """Choose a token for each request of the batch."""
         ...
 
-    def shutdown(self) -> None:
-        """Let go of everything."""
+    def fingerprint(self) -> bytes:
+        """The same only where the same tokens have the same KV bytes."""
         ...
 
-    def launch_order(self) -> AbstractContextManager[None]:
-        """Inside, work is launched behind everything that was launched before."""
+    def shutdown(self) -> None:
+        """Let go of everything."""
         ...
 
 

@@ -9,19 +9,22 @@ wait until the last batch that holds them has drained. All ways out lead to `_en
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, ErrorKind, FinishReason, InvalidRequestError, Req
+from minisgl.core import Batch, ConfigError, ErrorKind, FinishReason, InvalidRequestError, Req
 from minisgl.env import ENV
+from minisgl.kvcache import SpillTier
 from minisgl.message import (
     AbortBackendMsg,
     BaseBackendMsg,
     BatchBackendMsg,
     DetokenizeMsg,
     ExitMsg,
+    FlushMsg,
     UserMsg,
 )
 from minisgl.utils import OrderedSet, init_logger
@@ -30,6 +33,7 @@ from .admission import POLICIES
 from .cache import CacheManager
 from .decode import DecodeManager
 from .prefill import PrefillManager, clamp_max_tokens
+from .prefixes import load_prefixes, save_prefixes
 from .protocols import EngineProtocol, ForwardOutputProtocol, IOProtocol
 from .record import StepRecord
 from .table import TableManager
@@ -72,8 +76,11 @@ class Scheduler:
         self.token_pool = self.table_manager.token_pool
         self._tokens = cells(self.token_pool)
         self._locations = cells(engine.page_table)
+        spill = None
+        if config.kv_spill_bytes:
+            spill = SpillTier(config.kv_spill_bytes, engine, config.page_size, config.kv_spill_dir)
         self.cache_manager = CacheManager(
-            engine.num_pages, config.page_size, engine.page_table, config.cache_type
+            engine.num_pages, config.page_size, engine.page_table, config.cache_type, spill
         )
         self.decode_manager = DecodeManager(config.page_size)
         self.prefill_manager = PrefillManager(
@@ -94,6 +101,8 @@ class Scheduler:
         self._outbox: list[DetokenizeMsg] = []
         self._tick = 0
         self._schedule_seconds = 0.0
+        if config.kv_prefix_file and os.path.exists(config.kv_prefix_file):
+            self.load_prefixes(config.kv_prefix_file)
 
     # The loop
 
@@ -145,6 +154,34 @@ class Scheduler:
     def shutdown(self) -> None:
         """End every request, drain what is in flight and check that all pages are back."""
         self.reset()
+        if self.config.kv_prefix_file:
+            try:
+                self.save_prefixes(self.config.kv_prefix_file)
+            except ConfigError as error:
+                logger.warning("%s", error)
+
+    # The cache
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no request uses, spilled ones too; the pages freed."""
+        return self.cache_manager.flush()
+
+    def save_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Write all cached prefixes with their KV to a file; returns how many tokens they have.
+
+        `ConfigError` if the file cannot be written; an older one then stays as it was.
+        """
+        fingerprint = self.engine.fingerprint()
+        return save_prefixes(path, fingerprint, self.cache_manager, self.engine)
+
+    def load_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Cache what `save_prefixes` wrote; returns how many tokens were taken.
+
+        A file that is missing, damaged, or of another model or other settings gives none, and a
+        line in the log.
+        """
+        fingerprint = self.engine.fingerprint()
+        return load_prefixes(path, fingerprint, self.cache_manager, self.engine)
 
     # Messages
 
@@ -172,6 +209,8 @@ class Scheduler:
             self._submit(msg)
         elif isinstance(msg, AbortBackendMsg):
             self._abort(msg.uid)
+        elif isinstance(msg, FlushMsg):
+            self.flush_cache()
         elif isinstance(msg, ExitMsg):
             self.is_exiting = True
         else:
