@@ -179,8 +179,19 @@ def test_everything_can_be_reset_at_any_turn(overlap: bool) -> None:
         assert world.book[9].reason is FinishReason.LENGTH
 
 
+def test_what_a_reset_cuts_off_in_flight_is_not_shared() -> None:
+    world = World(WorldConfig(num_pages=20, budget=4, overlap=True, vocab_size=9))
+    world.submit(0, [7, 7, 7], 4, nan_after=0)
+    world.step()
+    world.reset()  # before anybody has seen that the logits were bad
+    assert world.scheduler.cache_manager.prefix_cache.size_info.total_size == 0
+    world.submit(1, [7, 7, 7, 1], 3, ignore_eos=True)
+    world.drain()
+    assert world.book[1].reason is FinishReason.LENGTH
+
+
 def test_a_failing_case_names_itself() -> None:
-    case = Case(1, page_size=2, overlap=True, num_steps=50)
+    case = Case(1, page_size=2, overlap=True, num_steps=200)
     assert Case.from_json(case.to_json()) == case
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Violation) as caught:
         run_case(case, prepare=lambda world: MUTANTS["free_twice"](world, patch))
@@ -192,7 +203,7 @@ def test_a_failure_shrinks_to_a_short_history_that_can_be_replayed(tmp_path: Pat
         MUTANTS["keep_the_old_lock"](world, patch)
 
     with pytest.MonkeyPatch.context() as patch:
-        case = Case(3, page_size=2, num_steps=60)
+        case = Case(3, page_size=2, num_steps=200)
         with pytest.raises(Violation) as caught:
             run_case(case, prepare=breaks)
         config, history = caught.value.config, caught.value.history

@@ -458,6 +458,8 @@ class Scheduler:
     def reset(self) -> None:
         """End every request without a reply and take everything back, whatever was in flight."""
         in_flight = [req for req in self._num_in_flight if req.is_sampled]
+        for req in self._num_in_flight:
+            req.has_bad_kv = True  # nobody will see whether its logits were good
         self._num_in_flight.clear()
         self._early_aborts.clear()
         self._outbox.clear()
