@@ -126,7 +126,7 @@ def test_records_cannot_change_places_or_come_from_another_file(tmp_path: Path) 
     first, second, _ = records()
     write_records(a, MINE, [first, second])
     write_records(b, MINE, [second, first])
-    length = 60 + 20 + 4 * len(first.ids) + first.data.nbytes + 16
+    length = 76 + 20 + 4 * len(first.ids) + first.data.nbytes + 32
     both.write_bytes(a.read_bytes()[:length] + b.read_bytes()[length:])
     found, reason = read_all(both)
     assert len(found) == 1 and is_same(found[0], first) and reason == "it is damaged"
@@ -137,7 +137,7 @@ def test_lengths_beyond_the_file_or_the_bound_take_no_memory(
 ) -> None:
     good = saved.read_bytes()
     head = struct.pack("<IIIQ", 0, 1, 0, 1 << 62)
-    saved.write_bytes(good[:60] + head + good[80:])
+    saved.write_bytes(good[:76] + head + good[96:])
     assert read_all(saved) == ([], "it is damaged")
     saved.write_bytes(good)
     first = records()[0]

@@ -91,7 +91,7 @@ def test_a_shared_beginning_is_copied_once() -> None:
 
 
 def test_it_never_holds_more_than_its_bytes_and_forgets_what_was_used_least_recently() -> None:
-    spill, pool = tier(4)
+    spill, _ = tier(4)
     spill.store(prefix([1, 1, 2, 2], 0))
     spill.store(prefix([3, 3], 2))
     assert length(spill, [1, 1, 2, 2]) == 4  # a use
@@ -210,7 +210,7 @@ def test_more_memory_than_there_can_be_is_a_config_error() -> None:
 def test_when_its_memory_fails_it_is_empty_from_then_on_with_one_line(
     caplog: pytest.LogCaptureFixture, goes_wrong: str, error: Exception
 ) -> None:
-    spill, pool = tier(8)
+    spill, _ = tier(8)
     spill.store(prefix([1, 2, 3, 4], 0))
 
     def fail(*args: Any) -> Any:

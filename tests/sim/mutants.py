@@ -287,6 +287,155 @@ def forget_who_drains(world: World, patch: MonkeyPatch) -> None:
     change_the_demands(world, patch, change)
 
 
+def spill_of(world: World) -> Any:
+    """The second tier; without one, a world in which the mutant changes nothing."""
+    return world.scheduler.cache_manager.spill
+
+
+def reuse_pages_before_they_are_copied_out(world: World, patch: MonkeyPatch) -> None:
+    """Let the next step write into evicted pages before the second tier has read them."""
+    spill, engine = spill_of(world), world.engine
+    if spill is None:
+        return
+    write, forward, late = spill._memory.write, engine.forward, []
+
+    def note(slots: Any, data: Any) -> None:
+        late.append((slots, noted[-1]))
+
+    noted: list[Any] = []
+    read_pages = engine.read_pages
+
+    def read(pages: Any) -> Any:
+        noted.append(pages)
+        return read_pages(pages)
+
+    def mutated(batch: Any) -> Any:
+        logits = forward(batch)
+        for slots, pages in late:
+            write(slots, read_pages(pages))
+        late.clear()
+        return logits
+
+    patch.setattr(spill._memory, "write", note)
+    patch.setattr(engine, "read_pages", read)
+    patch.setattr(engine, "forward", mutated)
+
+
+def compute_before_it_is_copied_back(world: World, patch: MonkeyPatch) -> None:
+    """Launch the copy of a restored prefix behind the step that reads it."""
+    spill, engine = spill_of(world), world.engine
+    if spill is None:
+        return
+    copy_back, forward, late = spill.copy_back, engine.forward, []
+
+    def note(handle: Any, start: int, locations: torch.Tensor) -> bool:
+        late.append((handle, start, locations))
+        return True
+
+    def mutated(batch: Any) -> Any:
+        logits = forward(batch)
+        for args in late:
+            copy_back(*args)
+        late.clear()
+        return logits
+
+    patch.setattr(spill, "copy_back", note)
+    patch.setattr(engine, "forward", mutated)
+
+
+def ignore_the_salt_of_the_second_tier(world: World, patch: MonkeyPatch) -> None:
+    """Bring back what another salt left."""
+    spill = spill_of(world)
+    if spill is not None:
+        found = spill.found
+        patch.setattr(spill, "found", lambda ids, salt: found(ids, ""))
+
+
+def let_the_tier_forget_what_is_found(world: World, patch: MonkeyPatch) -> None:
+    """Push a prefix out of the second tier to make room while it is being copied."""
+    spill = spill_of(world)
+    if spill is not None:
+        make = type(spill).clear
+
+        def unlocked(tier: Any) -> None:
+            make(tier)
+            tier.index.lock_handle = lambda handle, unlock=False: None
+
+        patch.setattr(type(spill), "clear", unlocked)
+        spill.clear()
+
+
+def take_spilled_hits_for_free(world: World, patch: MonkeyPatch) -> None:
+    """Count what the second tier has as if it lay in the pool already."""
+    spill = spill_of(world)
+    if spill is None:
+        return
+    manager, queue = world.scheduler.cache_manager, world.scheduler.prefill_manager
+    match, hits = manager.match_req, [0]
+
+    def matched(req: PendingReq) -> MatchResult:
+        result = match(req)
+        with spill.found(req.input_ids[: req.input_len - 1], req.salt) as handle:
+            hits[0] = max(handle.cached_len - result.cuda_handle.cached_len, 0)
+        return result
+
+    policy = queue.policy
+
+    def mutated(candidate: PageDemand, promised: Sequence[PageDemand], pool: Any) -> bool:
+        less = hits[0] // manager.page_size
+        fewer = dataclasses.replace(
+            candidate, held=candidate.held + less, tokens=candidate.tokens - less
+        )
+        return policy(fewer, promised, pool)
+
+    patch.setattr(manager, "match_req", matched)
+    patch.setattr(queue, "policy", mutated)
+
+
+def forget_the_pages_that_were_restored(world: World, patch: MonkeyPatch) -> None:
+    """Free what was taken for a restored prefix although it is cached."""
+    manager = world.scheduler.cache_manager
+    lengthen = manager._lengthen
+
+    def mutated(ids: Any, handle: Any, salt: str, locations: torch.Tensor) -> Any:
+        manager._free(locations)
+        return lengthen(ids, handle, salt, locations)
+
+    patch.setattr(manager, "_lengthen", mutated)
+
+
+def restore_the_wrong_pages(world: World, patch: MonkeyPatch) -> None:
+    """Copy back from the first page on, wherever the pool is to go on."""
+    spill = spill_of(world)
+    if spill is not None:
+        copy_back = spill.copy_back
+
+        def mutated(handle: Any, start: int, locations: torch.Tensor) -> bool:
+            return copy_back(handle, 0 if start else start, locations)
+
+        patch.setattr(spill, "copy_back", mutated)
+
+
+def share_what_a_reset_cuts_off(world: World, patch: MonkeyPatch) -> None:
+    """Hand over the KV of steps in flight that nobody has looked at."""
+    scheduler = world.scheduler
+    reset = scheduler.reset
+
+    def mutated() -> None:
+        in_flight = list(scheduler._num_in_flight)
+        release = scheduler._release
+
+        def forgiving(req: Req) -> None:
+            req.has_bad_kv &= req not in in_flight
+            release(req)
+
+        scheduler._release = forgiving  # type: ignore[method-assign]
+        reset()
+        scheduler._release = release  # type: ignore[method-assign]
+
+    patch.setattr(scheduler, "reset", mutated)
+
+
 MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
     mutant.__name__: mutant
     for mutant in (
@@ -312,5 +461,13 @@ MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
         forget_the_half_prefilled,
         forget_the_rest_of_the_batch,
         forget_who_drains,
+        reuse_pages_before_they_are_copied_out,
+        compute_before_it_is_copied_back,
+        ignore_the_salt_of_the_second_tier,
+        let_the_tier_forget_what_is_found,
+        take_spilled_hits_for_free,
+        forget_the_pages_that_were_restored,
+        restore_the_wrong_pages,
+        share_what_a_reset_cuts_off,
     )
 }

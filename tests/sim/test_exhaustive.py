@@ -28,13 +28,25 @@ CONFIGS = [
         vocab_size=3,
         share_prefixes=1,
     ),
+    WorldConfig(
+        page_size=1, num_pages=9, num_rows=2, budget=3, overlap=True, vocab_size=3, spill_pages=5
+    ),
 ]
 # Two or three requests in four pages, one of which can end while another grows.
 TINY_SHORT_DEPTH, TINY_LONG_DEPTH = 4, 6
 TINY = [
-    WorldConfig(num_pages=4, num_rows=3, vocab_size=3, admission="peak", overlap=overlap, **sizes)
+    WorldConfig(
+        num_pages=4,
+        num_rows=3,
+        vocab_size=3,
+        admission="peak",
+        overlap=overlap,
+        spill_pages=spill_pages,
+        **sizes,
+    )
     for overlap in (False, True)
     for sizes in ({"page_size": 1, "budget": 2}, {"page_size": 2, "budget": 8})
+    for spill_pages in (0, 3)
 ]
 TINY_EVENTS = {"short": ([2], 1), "long": ([1], 3), "shared": ([1, 2, 1], 1)}
 
@@ -66,7 +78,9 @@ def play_all(config: WorldConfig, depth: int) -> None:
                 raise AssertionError(f"{history} in {config}") from error
 
 
-configs = pytest.mark.parametrize("config", CONFIGS, ids=["chunks", "pages", "normal", "shared"])
+configs = pytest.mark.parametrize(
+    "config", CONFIGS, ids=["chunks", "pages", "normal", "shared", "spilled"]
+)
 
 
 @configs
@@ -89,7 +103,9 @@ def play_tiny(config: WorldConfig, history: tuple[str, ...]) -> None:
     world.drain()
 
 
-tiny = pytest.mark.parametrize("config", TINY, ids=lambda c: f"{c.page_size}-{c.overlap}")
+tiny = pytest.mark.parametrize(
+    "config", TINY, ids=lambda c: f"{c.page_size}-{c.overlap}-{c.spill_pages}"
+)
 
 
 @tiny

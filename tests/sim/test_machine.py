@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -23,7 +24,8 @@ configs = st.builds(
     pad_decode_to=st.sampled_from([1, 2]),
     share_prefixes=st.sampled_from([0, 1, 1, 3]),
     admission=st.sampled_from(["conservative", "peak"]),
-)
+    spill_pages=st.sampled_from([0, 1, 2, 3, 9]),
+).map(lambda c: c if c.cache_type == "radix" else replace(c, spill_pages=0))
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
@@ -99,6 +101,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.world.flush()
+
+    @rule()
+    def reload(self) -> None:
+        if self.world.config.cache_type == "radix":
+            self.world.reload()
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:

@@ -83,6 +83,7 @@ class Engine:
         self._create_memory(free_before)
         self.sampler = Sampler(self.device, self.vocab_size, self._shared_seed())
         self._create_graphs()
+        self._fingerprint: bytes | None = None
         logger.info("%s", self.memory_report)
 
     def _set_threads(self) -> None:
@@ -279,7 +280,9 @@ class Engine:
 
     def fingerprint(self) -> bytes:
         """32 bytes that are the same only where the same tokens have the same KV bytes."""
-        return fingerprint_kv(self)
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint_kv(self)
+        return self._fingerprint
 
     def shutdown(self) -> None:
         """Let go of the model, the pool and the process group."""

@@ -30,7 +30,7 @@ CHUNK_BYTES = 16 << 20
 def fingerprint_kv(engine: Engine) -> bytes:
     """32 bytes; equal ones mean that a token after the same tokens has the same page bytes.
 
-    Reads the model's files once more. Random weights are like no others.
+    Reads the model's files once more. Random weights are like no others, not even themselves.
     """
     config, model = engine.config, engine.model_config
     is_longrope = rope_kind(model.rotary_config.scaling) == "longrope"
@@ -52,7 +52,7 @@ def fingerprint_kv(engine: Engine) -> bytes:
     files = _weight_files(Path(engine.model_path))
     if engine.device.type == "cpu" and native.available():
         files.append(Path(str(native.load().__file__)))
-    digest = hashlib.blake2b(repr(settings).encode(), digest_size=32)
+    digest = hashlib.sha256(repr(settings).encode())
     if config.use_dummy_weight:
         digest.update(secrets.token_bytes(32))
     for file in files:
@@ -72,8 +72,8 @@ def _hash_file(file: Path) -> bytes:
     def hash_chunk(start: int) -> bytes:
         with open(file, "rb") as opened:
             opened.seek(start)
-            return hashlib.blake2b(opened.read(CHUNK_BYTES)).digest()
+            return hashlib.sha256(opened.read(CHUNK_BYTES)).digest()
 
     with ThreadPoolExecutor(max_workers=max(1, torch.get_num_threads())) as pool:
         parts = pool.map(hash_chunk, range(0, file.stat().st_size, CHUNK_BYTES))
-        return hashlib.blake2b(b"".join(parts)).digest()
+        return hashlib.sha256(b"".join(parts)).digest()

@@ -1,12 +1,12 @@
 """Cached prefixes in a file: a plain binary format that survives nothing but being left alone.
 
-    magic (12 bytes)  fingerprint (32)  digest (16)
+    magic (12 bytes)  fingerprint (32)  digest (32)
     record, record, ... each:
         salt bytes, tokens, first token, data bytes (uint32, uint32, uint32, uint64, little-endian)
-        salt (UTF-8)  token ids (int32)  KV of the tokens from the first one on  digest (16)
+        salt (UTF-8)  token ids (int32)  KV of the tokens from the first one on  digest (32)
     an end: four zeros and a digest
 
-A digest (BLAKE2b) covers what is before it and the digest before that, so that nothing can be
+A digest (SHA-256) covers what is before it and the digest before that, so that nothing can be
 changed, cut off, moved or put in unnoticed. The fingerprint says whose KV it is: it is compared,
 never understood. Nothing is believed before its digest has been seen.
 
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 MAGIC = b"minisgl-kv\x00\x01"
 FINGERPRINT_BYTES = 32
-DIGEST_BYTES = 16
+DIGEST_BYTES = 32
 MAX_RECORD_BYTES = 1 << 31
 _HEAD = struct.Struct("<IIIQ")
 _END = _HEAD.pack(0, 0, 0, 0)
@@ -123,7 +123,7 @@ def _check(file: IO[bytes], previous: bytes, *parts: bytes | memoryview) -> byte
 
 
 def _digest(previous: bytes, *parts: bytes | memoryview) -> bytes:
-    total = hashlib.blake2b(previous, digest_size=DIGEST_BYTES)
+    total = hashlib.sha256(previous)
     for part in parts:
         total.update(part)
     return total.digest()
