@@ -4,7 +4,8 @@ A prompt of 2,000 tokens and a few more, SmolLM2-135M. Its KV is computed, or is
 comes back from the second tier in host memory or in a file after other prompts have pushed it out,
 or is loaded from a file of saved prefixes by another engine. Printed: the time to the first token,
 medians; how many times as soon as by recompute; whether logits and tokens are the same to the bit;
-and what the copies cost: an eviction with and without the tier, saving and loading.
+and what the copies cost: an eviction with and without the tier, saving and loading. The pool holds
+one prompt, so that what comes back pushes as much out, which is part of its time.
 """
 
 from __future__ import annotations
