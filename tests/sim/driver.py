@@ -31,7 +31,6 @@ class Case:
     overlap: bool = False
     num_steps: int = 1000
     shares: bool = True
-    spills: bool = True
 
     def to_json(self) -> str:
         """One line that `from_json` reads back."""
@@ -58,10 +57,14 @@ def random_config(case: Case, rng: random.Random) -> WorldConfig:
         pad_decode_to=rng.choice([1, 1, 2, 4]),
         share_prefixes=rng.choice([0, 1, 1, rng.randint(1, 8)]) if case.shares else 0,
         admission=rng.choice(["conservative", "peak", "peak"]),
-        spill_pages=rng.choice([0, 1, rng.randint(2, 2 * num_pages)])
-        if case.cache_type == "radix" and case.spills
-        else 0,
+        spill_pages=random_spill(case, num_pages),
     )
+
+
+def random_spill(case: Case, num_pages: int) -> int:
+    """Slots of the second tier, from a source of its own: the rest of the world stays the same."""
+    rng = random.Random(case.seed)
+    return rng.choice([0, 1, rng.randint(2, 2 * num_pages)]) if case.cache_type == "radix" else 0
 
 
 class Driver:
@@ -94,12 +97,12 @@ class Driver:
         draw = rng.random()
         if draw < self.abort_rate:
             self._abort()
-        elif draw > 0.99:
+        elif draw > 0.995 or (draw > 0.99 and self.world.config.cache_type == "naive"):
             self.world.flush()
+        elif draw > 0.99:
+            self.world.reload()
         elif draw > 0.988:
             self.world.reset()
-        elif draw > 0.984 and self.world.config.cache_type == "radix":
-            self.world.reload()
         elif self.reserved and rng.random() < 0.3:
             self._submit(self.reserved.pop(0))
         elif len(self.world.queue) < MAX_QUEUE:

@@ -416,26 +416,6 @@ def restore_the_wrong_pages(world: World, patch: MonkeyPatch) -> None:
         patch.setattr(spill, "copy_back", mutated)
 
 
-def share_what_a_reset_cuts_off(world: World, patch: MonkeyPatch) -> None:
-    """Hand over the KV of steps in flight that nobody has looked at."""
-    scheduler = world.scheduler
-    reset = scheduler.reset
-
-    def mutated() -> None:
-        in_flight = list(scheduler._num_in_flight)
-        release = scheduler._release
-
-        def forgiving(req: Req) -> None:
-            req.has_bad_kv &= req not in in_flight
-            release(req)
-
-        scheduler._release = forgiving  # type: ignore[method-assign]
-        reset()
-        scheduler._release = release  # type: ignore[method-assign]
-
-    patch.setattr(scheduler, "reset", mutated)
-
-
 MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
     mutant.__name__: mutant
     for mutant in (
@@ -468,6 +448,5 @@ MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
         take_spilled_hits_for_free,
         forget_the_pages_that_were_restored,
         restore_the_wrong_pages,
-        share_what_a_reset_cuts_off,
     )
 }

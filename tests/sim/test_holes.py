@@ -191,7 +191,7 @@ def test_what_a_reset_cuts_off_in_flight_is_not_shared() -> None:
 
 
 def test_a_failing_case_names_itself() -> None:
-    case = Case(1, page_size=2, overlap=True, num_steps=200)
+    case = Case(1, page_size=2, overlap=True, num_steps=50)
     assert Case.from_json(case.to_json()) == case
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Violation) as caught:
         run_case(case, prepare=lambda world: MUTANTS["free_twice"](world, patch))
@@ -203,7 +203,7 @@ def test_a_failure_shrinks_to_a_short_history_that_can_be_replayed(tmp_path: Pat
         MUTANTS["keep_the_old_lock"](world, patch)
 
     with pytest.MonkeyPatch.context() as patch:
-        case = Case(3, page_size=2, num_steps=200)
+        case = Case(3, page_size=2, num_steps=60)
         with pytest.raises(Violation) as caught:
             run_case(case, prepare=breaks)
         config, history = caught.value.config, caught.value.history
