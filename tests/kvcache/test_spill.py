@@ -121,6 +121,12 @@ def test_bytes_that_are_no_whole_pages_are_not_used() -> None:
         SpillTier(pool.page_bytes - 1, pool, PAGE_SIZE)
 
 
+def test_it_has_no_more_slots_than_locations_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl.kvcache.spill.MAX_SLOTS", 3 * PAGE_SIZE + 1)
+    spill, _ = tier(4)
+    assert spill.num_slots == 3
+
+
 def test_salts_are_worlds_of_their_own(directory: str | None) -> None:
     spill, pool = tier(8, directory)
     spill.store(prefix([1, 2, 3, 4], 0, "a"))
