@@ -32,7 +32,7 @@ def test_two_ranks_that_are_fed_the_same_messages_give_the_same_trace(overlap: b
     leader, follower = World(config), World(config)
     driver = Driver(leader, rng)
     driver.fault_rate = 0.0  # faults of one rank alone are another matter
-    for event in ("submit", "abort", "flush"):
+    for event in ("submit", "abort", "flush", "reload"):
         send_to_both(event, leader, follower)
     for step in range(case.num_steps):
         driver.step()
