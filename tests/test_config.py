@@ -41,6 +41,7 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "cache_type": "radix",
         "share_prefixes": 0,
         "admission": "conservative",
+        "admission_share": None,
         "offline_mode": False,
         "server_host": "127.0.0.1",
         "server_port": 1919,
@@ -81,6 +82,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("cache_type", "--cache-type", ["lru", "", None]),
     ("share_prefixes", "--share-prefixes", [-1, 2**31, True, None, "32"]),
     ("admission", "--admission", ["bold", "", None, 1]),
+    ("admission_share", "--admission-share", [0.0, -1, 1.01, math.nan, "half", True, 0.5]),
     ("server_port", "--port", [-1, 65536, "http"]),
     ("num_tokenizer", "--num-tokenizer", [0, MAX_TOKENIZER_PROCESSES + 1]),
 ]
@@ -111,6 +113,9 @@ def test_what_cannot_work_is_refused_and_the_flag_named(name: str, flag: str, va
         {"cuda_graph_bs": [1, 2, 4], "cuda_graph_max_bs": 0},
         {"server_port": 0, "num_tokenizer": MAX_TOKENIZER_PROCESSES, "cache_type": "naive"},
         {"admission": "peak"},
+        {"admission": "optimistic"},
+        {"admission": "optimistic", "admission_share": 1},
+        {"admission": "optimistic", "admission_share": 1e-9},
     ],
 )
 def test_every_bound_itself_is_accepted(accepted: dict[str, Any]) -> None:

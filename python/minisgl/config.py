@@ -186,7 +186,10 @@ class SchedulerConfig(EngineConfig):
 
     `share_prefixes`: a request waits a step for what it shares with a prompt that is being computed
     if that is at least so many tokens; 0 never waits, and equal new prompts are each computed.
-    `admission`: a request starts when all worst cases fit at once, or (peak) at every later step.
+    `admission`: a request starts when all worst cases fit at once, or (peak) at every later step,
+    or (optimistic) when what answers really use is likely to fit, and is put back if it does not.
+    `admission_share`: how much of what it may still generate a request is then expected to; None
+    learns it from the latest answers.
     `kv_spill_bytes`: how much of what the KV pool evicts is kept, in host memory or in a file in
     `kv_spill_dir`; 0 keeps nothing. `kv_prefix_file`: cached prefixes are loaded from it at the
     start, if it is there, and saved to it at the end.
@@ -196,6 +199,7 @@ class SchedulerConfig(EngineConfig):
     cache_type: str = "radix"
     share_prefixes: int = 0
     admission: str = "conservative"
+    admission_share: float | None = None
     kv_spill_bytes: int = 0
     kv_spill_dir: str | None = None
     kv_prefix_file: str | None = None
@@ -220,9 +224,17 @@ class SchedulerConfig(EngineConfig):
             "share_prefixes", "--share-prefixes", self.share_prefixes, 0, MAX_TOKENS_OF_A_POOL
         )
         _require(
-            self.admission in ("conservative", "peak"),
-            f"admission (--admission) must be conservative or peak, got {shown(self.admission)}",
+            self.admission in ("conservative", "peak", "optimistic"),
+            "admission (--admission) must be conservative, peak or optimistic, "
+            f"got {shown(self.admission)}",
         )
+        if self.admission_share is not None:
+            _check_float("admission_share", "--admission-share", self.admission_share, 1.0)
+            _require(
+                self.admission == "optimistic",
+                "admission_share (--admission-share) says what admission (--admission) optimistic "
+                f"expects; here it is {self.admission}",
+            )
         self._check_second_tier()
 
     def _check_second_tier(self) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from minisgl.attention import BaseAttnBackend, BaseAttnMetadata
     from minisgl.kvcache import BaseCacheHandle, BaseKVCachePool
     from minisgl.moe import BaseMoeBackend
+    from minisgl.scheduler.utils import PendingReq
 
 __all__ = [
     "Batch",
@@ -52,6 +53,8 @@ class Req:
 
     input_ids: CPU int32, the prompt and what was generated so far; the last one is not computed
     yet. output_len: the most tokens it may generate. cache_handle: its locked prefix, None by hand.
+    num_generated: how many of the given ids are answer, from before a preemption. pending: the
+    entry of the queue that it was made from.
     """
 
     def __init__(
@@ -65,17 +68,20 @@ class Req:
         cache_handle: BaseCacheHandle | None = None,
         *,
         salt: str = "",
+        num_generated: int = 0,
+        pending: PendingReq | None = None,
     ) -> None:
         self.input_ids = input_ids
         self.table_idx = table_idx
         self.cached_len = cached_len
         self.device_len = self.num_ids
-        self.max_device_len = self.num_ids + output_len
+        self.max_device_len = self.num_ids + output_len - num_generated
         self.output_len = output_len
         self.uid = uid
         self.sampling_params = sampling_params
         self.cache_handle = cache_handle
         self.salt = salt
+        self.pending = pending
         self.finish_reason: FinishReason | None = None
         self.has_bad_kv = False
         assert 0 <= self.cached_len < self.device_len <= self.max_device_len, self
@@ -94,6 +100,11 @@ class Req:
     def remain_len(self) -> int:
         """How many more tokens it may generate."""
         return self.max_device_len - self.device_len
+
+    @property
+    def num_given(self) -> int:
+        """How many tokens it began with."""
+        return self.max_device_len - self.output_len
 
     @property
     def extend_len(self) -> int:

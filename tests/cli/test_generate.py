@@ -38,7 +38,7 @@ def test_flags_reach_the_engine_and_the_request(
     argv += ["--top-k", "4", "--top-p", "0.9", "--min-p", "0.1", "--seed", "3", "--stop", "a"]
     argv += ["--stop", "b", "--ignore-eos", "--dtype", "float32", "--threads", "2"]
     argv += ["--page-size", "16", "--kv-memory", "1G", "--num-pages", "10", "--cache-type", "naive"]
-    argv += ["--share-prefixes", "32", "--admission", "peak"]
+    argv += ["--share-prefixes", "32", "--admission", "optimistic", "--admission-share", "0.5"]
     assert exit_code(*argv) == 0
     llm = scripted[0]
     assert llm.calls[0][1] == SamplingParams(
@@ -60,7 +60,8 @@ def test_flags_reach_the_engine_and_the_request(
         "num_page_override": 10,
         "cache_type": "naive",
         "share_prefixes": 32,
-        "admission": "peak",
+        "admission": "optimistic",
+        "admission_share": 0.5,
     }
 
 

@@ -53,6 +53,8 @@ MISTAKES = [
     (["generate", "x", "--cache-type", "lru"], "--cache-type"),
     (["generate", "x", "--share-prefixes", "-1"], "--share-prefixes"),
     (["generate", "x", "--admission", "bold"], "--admission"),
+    (["generate", "x", "--admission-share", "0.5"], "--admission"),
+    (["generate", "x", "--admission-share", "half"], "--admission-share"),
     (["generate", "x", "--device", "tpu"], "--device"),
     (["generate", "x", "--model", ""], "--model"),
     (["generate", "x", "--system", "s"], "--chat"),

@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark.admission import Load, compare
+from benchmark.admission import STOPS, Load, compare, ratios
 
 from minisgl.kvcache import BaseCacheHandle, RadixPrefixCache
-from minisgl.scheduler.admission import LAG, PageDemand, conservative, peak, peak_pages
+from minisgl.scheduler.admission import (
+    LAG,
+    PageDemand,
+    conservative,
+    optimistic,
+    peak,
+    peak_pages,
+)
 
 from tests.sim.world import WorldConfig
 
@@ -116,3 +123,25 @@ def test_peak_runs_more_at_once_and_needs_fewer_steps(overlap: bool) -> None:
     base, bold = results["conservative"], results["peak"]
     assert bold.mean_running > 1.2 * base.mean_running
     assert bold.num_steps < 0.85 * base.num_steps
+
+
+def test_optimistic_goes_by_the_likely_end_and_admits_what_peak_admits() -> None:
+    pool = Pool(20, available_pages=12)
+    old = PageDemand.of_holder(8, 8 + 10 + 1, pool.prefix(0), 1, unused=8)
+    new = PageDemand.of_candidate(6, 10, pool.prefix(0), 1, unused=7)
+    assert not peak(new, [old], pool) and optimistic(new, [old], pool)
+    assert peak_pages([old, new], pool, lambda d: d.likely_until) == (8 + 3) + (6 + 3)
+    assert not optimistic(new, [old], Pool(19, available_pages=11))
+    for available, expected in ((30, True), (29, False)):
+        sure = [PageDemand.of_holder(8, 19, pool.prefix(0), 1)]
+        newcomer = PageDemand.of_candidate(6, 14, pool.prefix(0), 1)
+        assert peak(newcomer, sure, Pool(24, available_pages=available)) == expected
+        assert optimistic(newcomer, sure, Pool(24, available_pages=available)) == expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_optimistic_needs_fewer_steps_where_answers_stop_early(overlap: bool) -> None:
+    config = WorldConfig(num_pages=2_000, num_rows=64, budget=512, overlap=overlap)
+    load = Load(config, num_requests=120, shortest=10, longest=102, stops=STOPS, check_every=4)
+    _, steps, recomputed = ratios(compare(load), "optimistic")
+    assert steps < 0.75 and recomputed < 0.05  # a cold start weighs more in a small load

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OWNED, CACHED = 1, 2
 MAX_EARLY_ABORTS = 4096
+MAX_PREEMPTIONS = 3
 
 
 def live_reqs(world: World) -> dict[int, Req]:
@@ -101,6 +102,8 @@ def check_promises(world: World) -> None:
     half computed. A page is in use until the last of those who hold it has ended; with overlap one
     step more, but whatever drains now has drained by the step after the next.
     """
+    if world.config.admission == "optimistic":
+        return check_last_resort(world)
     manager, page_size = world.scheduler.cache_manager, world.config.page_size
     lag, is_half, growth = int(world.config.overlap), False, 0
     last_use = np.full(world.config.num_pages, -1)
@@ -129,6 +132,52 @@ def check_promises(world: World) -> None:
     in_use = world.config.num_pages - num_over + grown
     if in_use.max() > world.config.num_pages:
         raise Violation(f"I7: {in_use.tolist()} pages may be in use at steps {step[:, 0].tolist()}")
+
+
+def check_last_resort(world: World) -> None:
+    """I7 where requests are preempted: what is left when nobody else can be, fits at its longest.
+
+    These are the oldest request, and the last one that was preempted as often as may be with all
+    before it. Those that drain are done before anyone is preempted.
+    """
+    manager, page_size = world.scheduler.cache_manager, world.config.page_size
+    live = [world.live[row] for row in manager._owners if world.live[row].finish_reason is None]
+    pending: Any = [req.pending for req in live]
+    last = [i for i, p in enumerate(pending) if p.num_preemptions >= MAX_PREEMPTIONS]
+    num_kept = last[-1] + 1 if last else 1
+    held, growth = set(), 0
+    for req in live[:num_kept]:
+        num_held = manager._owners[req.table_idx][1]
+        held |= set(world.engine.table[req.table_idx, : num_held * page_size : page_size].tolist())
+        longest = world.engine.scripts[req.uid].prompt_len + world.book[req.uid].max_tokens - 1
+        growth += max(div_ceil(longest, page_size) - num_held, 0)
+    if len(held) + growth > world.config.num_pages:
+        raise Violation(f"I7: {live[:num_kept]} may not be preempted, and do not fit")
+
+
+def check_queue(world: World) -> None:
+    """I10, and the rules of preemption: the newest first, never the last, none for ever.
+
+    World.standing: the requests with a row after the step before; `preemptions`: of each request.
+    """
+    scripts = world.engine.scripts
+    standing = {
+        req.uid for req in world.live.values() if req.finish_reason is None and req.uid in scripts
+    }
+    waiting = [pending for pending in world.queue if pending.chunked_req is None]
+    orders = [scripts[pending.uid].order for pending in world.queue]
+    newest = max([scripts[uid].order for uid in standing], default=-1)
+    if orders != sorted(orders) or any(scripts[p.uid].order < newest for p in waiting):
+        raise Violation(f"I10: {orders} wait in this order, and {newest} has started")
+    preempted = {p.uid for p in waiting if p.num_preemptions > world.preemptions.get(p.uid, 0)}
+    if preempted and not (world.standing | standing) - preempted:
+        raise Violation(f"I10: all of {world.standing} were preempted")
+    for pending in world.queue:
+        if pending.num_preemptions > MAX_PREEMPTIONS:
+            raise Violation(f"I10: {pending} was preempted once too often")
+        world.preemptions[pending.uid] = pending.num_preemptions
+    world.counts["preempted"] += len(preempted)
+    world.standing = standing
 
 
 def check_tree(world: World) -> None:

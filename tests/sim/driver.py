@@ -31,6 +31,7 @@ class Case:
     overlap: bool = False
     num_steps: int = 1000
     shares: bool = True
+    admission: str | None = None
 
     def to_json(self) -> str:
         """One line that `from_json` reads back."""
@@ -45,10 +46,15 @@ class Case:
 def random_config(case: Case, rng: random.Random) -> WorldConfig:
     """A world whose size hurts: few pages, few rows, a budget from 1."""
     num_pages = rng.choice([2, 3, rng.randint(4, 12), rng.randint(4, 60), rng.randint(4, 60)])
+    policies = ["conservative", "peak", "peak", "optimistic", "optimistic"]
+    admission = case.admission or rng.choice(policies)
+    is_optimistic = admission == "optimistic"
+    if is_optimistic:
+        num_pages = rng.choice([num_pages, rng.randint(8, 60)])
     return WorldConfig(
         page_size=case.page_size,
         num_pages=num_pages,
-        num_rows=rng.choice([1, 2, 3, rng.randint(2, 8)]),
+        num_rows=rng.choice([1, 2, 3, rng.randint(2, 8)]) + is_optimistic,
         budget=rng.choice([1, 2, rng.randint(1, 8), rng.randint(4, 64), 10_000]),
         cache_type=case.cache_type,
         overlap=case.overlap,
@@ -56,7 +62,8 @@ def random_config(case: Case, rng: random.Random) -> WorldConfig:
         max_len=rng.choice([256, 256, rng.randint(2, 64)]),
         pad_decode_to=rng.choice([1, 1, 2, 4]),
         share_prefixes=rng.choice([0, 1, 1, rng.randint(1, 8)]) if case.shares else 0,
-        admission=rng.choice(["conservative", "peak", "peak"]),
+        admission=admission,
+        admission_share=rng.choice([None, 0.001, 0.05, 0.3]) if is_optimistic else None,
         spill_pages=random_spill(case, num_pages),
     )
 
@@ -74,10 +81,13 @@ class Driver:
         self.world = world
         self.rng = rng
         self.next_uid = 0
-        self.pressure = rng.choice([0.05, 0.2, 0.5])
+        self.grows = world.config.admission == "optimistic" and rng.random() < 0.8
+        self.pressure = 0.5 if self.grows else rng.choice([0.05, 0.2, 0.5])
         self.abort_rate = rng.choice([0.0, 0.1, 0.4])
         self.fault_rate = rng.choice([0.0, 0.0, 0.1, 0.3])
-        self.goes_on = rng.random() < 0.4  # answers of many lengths, which no EOS ends
+        self.goes_on = (
+            self.grows or rng.random() < 0.4
+        )  # answers of many lengths, which no EOS ends
         self.prompts: list[list[int]] = [[]]
         self.reserved: list[int] = []
 
@@ -133,16 +143,19 @@ class Driver:
 
     def _submit(self, uid: int) -> None:
         rng, limit = self.rng, self.world.engine.max_seq_len
-        prompt = self._prompt(limit)
+        prompt = self._prompt(limit)[: limit // 4 + 1 if self.grows else limit + 1]
         rest = max(limit - len(prompt), 1)
         short = min(rest, rng.choice([4, 4, 2 * self.world.config.page_size]))
         max_tokens = rng.choice([1, rng.randint(1, short), rng.randint(1, short), rest + 2])
         if self.goes_on:
-            max_tokens = rng.randint(1, max(rest // 2, 1))
+            max_tokens = rng.randint(1, max(rest // (1 if self.grows else 2), 1))
+        learns = self.grows and self.world.config.admission_share is None
+        stops = learns and uid % 60 < 40  # then answers are longer than the latest were
         self.world.submit(
             uid,
             prompt,
             max_tokens,
+            ends_after=max(max_tokens // 8, 1) if stops else None,
             salt=rng.choice(SALTS),
             ignore_eos=self.goes_on or rng.random() < 0.5,
             stop_ids=[1] if rng.random() < 0.1 else [],

@@ -45,7 +45,9 @@ class Script:
 
     order: its place among the submits. tokens: the prompt and all that may follow. nan_after: so
     many tokens are sampled before the logits go bad, None for never; below 0 they go bad so many
-    tokens before the prompt's end, which may be in a chunk.
+    tokens before the prompt's end, which may be in a chunk. ends_after: so many tokens are sampled,
+    the last of them the largest id, which no other is. computed: how far it is. known: tokens that
+    were known when it was preempted.
     """
 
     order: int
@@ -53,8 +55,16 @@ class Script:
     tokens: np.ndarray
     salt_id: int
     nan_after: int | None = None
+    ends_after: int | None = None
     computed: int | None = None
+    known: int = 0
+    num_preemptions: int = 0
     is_spoilt: bool = False
+
+    @property
+    def input_len(self) -> int:
+        """What has to be computed before the next token is sampled."""
+        return max(self.prompt_len, self.known)
 
 
 @dataclass
@@ -195,7 +205,12 @@ class SimEngine:
         if script.nan_after is not None and req.device_len >= script.prompt_len + script.nan_after:
             self._spoil(req, script)
             return -1
-        return mix(total, self.vocab_size) if req.is_sampled else self.vocab_size + 5
+        if not req.is_sampled:
+            return self.vocab_size + 5
+        if script.ends_after is None:
+            return mix(total, self.vocab_size)
+        is_last = req.device_len == script.prompt_len + script.ends_after - 1
+        return self.vocab_size - 1 if is_last else mix(total, self.vocab_size - 1)
 
     def _spoil(self, req: Req, script: Script) -> None:
         """Bad logits mean bad KV: whoever reads these slots from now on would see it."""
@@ -232,20 +247,29 @@ class SimEngine:
             script = self.scripts[req.uid]
             if rows.get(req.table_idx, req.uid) != req.uid:
                 self.violate(f"I3: {req} got a row that a batch in flight uses")
+            restarts = self._was_preempted(req, script)
             if script.computed is None:
                 if script.order <= self.last_started:
                     self.violate(f"I10: {req} was overtaken by submit {self.last_started}")
                 self.last_started = max(self.last_started, script.order)
+            elif restarts:
+                script.known = max(script.known, script.computed + 1)
             elif script.computed != req.cached_len:
                 self.violate(f"I8: {req} goes on where it has not stopped, at {script.computed}")
             script.computed = req.device_len
-            is_decode = req.cached_len >= script.prompt_len
+            is_decode = req.cached_len >= script.input_len
             if is_decode != batch.is_decode or (is_decode and req.extend_len != 1):
                 self.violate(f"I8: {req} is in the wrong kind of batch")
-            if not is_decode and req.device_len > script.prompt_len:
-                self.violate(f"I8: {req} computes past its prompt of {script.prompt_len}")
-            if req.is_sampled != (req.device_len >= script.prompt_len):
-                self.violate(f"I8: {req} is sampled in the middle of its prompt, or not at its end")
+            if not is_decode and req.device_len > script.input_len:
+                self.violate(f"I8: {req} computes past its input of {script.input_len}")
+            if req.is_sampled != (req.device_len >= script.input_len):
+                self.violate(f"I8: {req} is sampled in the middle of its input, or not at its end")
+
+    def _was_preempted(self, req: Req, script: Script) -> bool:
+        """Whether the request starts again, at what the cache still has of it."""
+        assert req.pending is not None
+        seen, script.num_preemptions = script.num_preemptions, req.pending.num_preemptions
+        return seen < script.num_preemptions
 
     def _explain(
         self,

@@ -15,7 +15,7 @@ from pytest import MonkeyPatch
 
 from minisgl.core import Req
 from minisgl.kvcache import MatchResult
-from minisgl.scheduler import PageDemand, PendingReq, admission
+from minisgl.scheduler import PageDemand, PendingReq, Preemptor, admission, prefill
 
 from .world import World
 
@@ -416,37 +416,182 @@ def restore_the_wrong_pages(world: World, patch: MonkeyPatch) -> None:
         patch.setattr(spill, "copy_back", mutated)
 
 
-MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
-    mutant.__name__: mutant
-    for mutant in (
-        drop_the_repointing,
-        drop_a_lock,
-        reserve_tokens,
-        free_twice,
-        forget_the_duplicates,
-        release_in_flight,
-        match_the_whole_prompt,
-        ignore_the_salt,
-        share_what_failed,
-        keep_the_old_lock,
-        share_a_bad_chunk,
-        share_the_stale_chunk,
-        wait_for_ever,
-        overtake_a_waiting_request,
-        release_a_step_early,
-        charge_the_first_holder,
-        take_hits_for_free,
-        ignore_the_shift,
-        round_down_pages,
-        forget_the_half_prefilled,
-        forget_the_rest_of_the_batch,
-        forget_who_drains,
-        reuse_pages_before_they_are_copied_out,
-        compute_before_it_is_copied_back,
-        ignore_the_salt_of_the_second_tier,
-        let_the_tier_forget_what_is_found,
-        take_spilled_hits_for_free,
-        forget_the_pages_that_were_restored,
-        restore_the_wrong_pages,
-    )
-}
+def preemptor_of(world: World) -> Preemptor:
+    """What the mutants below break."""
+    assert world.scheduler.preemptor is not None, "an optimistic world is needed"
+    return world.scheduler.preemptor
+
+
+def around_preempt(
+    world: World, patch: MonkeyPatch, change: Callable[[Callable[[Req], None], Req], None]
+) -> None:
+    """Preempt as `change` does; it gets the right way and the request."""
+    preemptor = preemptor_of(world)
+    preempt = preemptor.preempt
+    patch.setattr(preemptor, "preempt", lambda req: change(preempt, req))
+
+
+def preempt_without_handing_over(world: World, patch: MonkeyPatch) -> None:
+    """Keep the pages of a preempted request, as if it still ran."""
+    manager = world.scheduler.cache_manager
+
+    def change(preempt: Callable[[Req], None], req: Req) -> None:
+        with MonkeyPatch.context() as local:
+            local.setattr(manager, "cache_req", lambda req, **_: None)
+            preempt(req)
+
+    around_preempt(world, patch, change)
+
+
+def free_a_preempted_twice(world: World, patch: MonkeyPatch) -> None:
+    """Give the pages of a preempted request to the cache, and to the free list as well."""
+    manager = world.scheduler.cache_manager
+
+    def change(preempt: Callable[[Req], None], req: Req) -> None:
+        pages = manager.page_table[req.table_idx, : manager.page_size].clone()
+        preempt(req)
+        manager._free(pages)
+
+    around_preempt(world, patch, change)
+
+
+def forget_the_spliced_tokens(world: World, patch: MonkeyPatch) -> None:
+    """Begin the answer of a preempted request anew."""
+
+    def change(preempt: Callable[[Req], None], req: Req) -> None:
+        ids = req.pending.input_ids  # type: ignore[union-attr]
+        preempt(req)
+        req.pending.input_ids = ids  # type: ignore[union-attr]
+
+    around_preempt(world, patch, change)
+
+
+def take_an_answer_for_a_prompt(world: World, patch: MonkeyPatch) -> None:
+    """Let a preempted request generate `max_tokens` once more."""
+
+    def change(preempt: Callable[[Req], None], req: Req) -> None:
+        preempt(req)
+        req.pending.num_generated = 0  # type: ignore[union-attr]
+
+    around_preempt(world, patch, change)
+
+
+def go_on_with_a_preempted(world: World, patch: MonkeyPatch) -> None:
+    """Leave a preempted request in the running set."""
+
+    def change(preempt: Callable[[Req], None], req: Req) -> None:
+        preempt(req)
+        world.scheduler.decode_manager.filter_reqs([req])
+
+    around_preempt(world, patch, change)
+
+
+def preempt_the_oldest(world: World, patch: MonkeyPatch) -> None:
+    """Put back who has come furthest."""
+    preemptor = preemptor_of(world)
+
+    def mutated(batch: Any) -> Req:
+        return next(req for req in preemptor.cache_manager.holders if req.finish_reason is None)
+
+    patch.setattr(preemptor, "_newest", mutated)
+
+
+def preempt_the_last(world: World, patch: MonkeyPatch) -> None:
+    """Put everybody back when pages run short."""
+    preemptor = preemptor_of(world)
+    make_room, manager = preemptor.make_room, preemptor.cache_manager
+
+    def mutated(batch: Any) -> None:
+        before = preemptor.num_preemptions
+        make_room(batch)
+        if preemptor.num_preemptions > before:
+            for req in [req for req in manager.holders if req.finish_reason is None][::-1]:
+                preemptor.preempt(req)
+            batch.reqs.clear()
+
+    patch.setattr(preemptor, "make_room", mutated)
+
+
+def preempt_for_ever(world: World, patch: MonkeyPatch) -> None:
+    """Start a request by the guess however often that went wrong."""
+    patch.setattr(prefill, "MAX_PREEMPTIONS", 1 << 30)
+
+
+def preempt_in_flight(world: World, patch: MonkeyPatch) -> None:
+    """Preempt without waiting for the results of the step in flight."""
+    patch.setattr(preemptor_of(world), "is_short", lambda: False)
+
+
+def put_back_at_the_end(world: World, patch: MonkeyPatch) -> None:
+    """Let a preempted request wait behind all others."""
+    queue = world.scheduler.prefill_manager
+    patch.setattr(queue, "put_back", queue.pending_list.append)
+
+
+def see_the_shortage_too_late(world: World, patch: MonkeyPatch) -> None:
+    """Preempt only when three pages are missing."""
+    preemptor = preemptor_of(world)
+    manager = preemptor.cache_manager
+    missing, make_room = manager.num_missing_pages, preemptor.make_room
+
+    def mutated(batch: Any) -> None:
+        with MonkeyPatch.context() as local:
+            local.setattr(manager, "num_missing_pages", lambda reqs: missing(reqs) - 2)
+            make_room(batch)
+
+    patch.setattr(preemptor, "make_room", mutated)
+
+
+Mutant = Callable[[World, MonkeyPatch], None]
+
+ALWAYS: tuple[Mutant, ...] = (
+    drop_the_repointing,
+    drop_a_lock,
+    reserve_tokens,
+    free_twice,
+    forget_the_duplicates,
+    release_in_flight,
+    match_the_whole_prompt,
+    ignore_the_salt,
+    share_what_failed,
+    keep_the_old_lock,
+    share_a_bad_chunk,
+    share_the_stale_chunk,
+    wait_for_ever,
+    overtake_a_waiting_request,
+    reuse_pages_before_they_are_copied_out,
+    compute_before_it_is_copied_back,
+    ignore_the_salt_of_the_second_tier,
+    let_the_tier_forget_what_is_found,
+    take_spilled_hits_for_free,
+    forget_the_pages_that_were_restored,
+    restore_the_wrong_pages,
+)
+PEAK: tuple[Mutant, ...] = (
+    release_a_step_early,
+    charge_the_first_holder,
+    take_hits_for_free,
+    ignore_the_shift,
+    round_down_pages,
+    forget_the_half_prefilled,
+    forget_the_rest_of_the_batch,
+    forget_who_drains,
+)
+OPTIMISTIC: tuple[Mutant, ...] = (
+    preempt_without_handing_over,
+    free_a_preempted_twice,
+    forget_the_spliced_tokens,
+    take_an_answer_for_a_prompt,
+    go_on_with_a_preempted,
+    preempt_the_oldest,
+    preempt_the_last,
+    preempt_for_ever,
+    preempt_in_flight,
+    put_back_at_the_end,
+    see_the_shortage_too_late,
+)
+MUTANTS: dict[str, Mutant] = {f.__name__: f for f in (*ALWAYS, *PEAK, *OPTIMISTIC)}
+# The policy that a mutant breaks, where it is one.
+POLICY_OF: dict[str, str] = {f.__name__: "peak" for f in PEAK}
+POLICY_OF |= {f.__name__: "optimistic" for f in OPTIMISTIC}
+POLICY_OF["reserve_tokens"] = "conservative"

@@ -26,13 +26,13 @@ def test_one_seed_gives_one_byte_identical_trace(page_size: int, overlap: bool) 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_two_ranks_that_are_fed_the_same_messages_give_the_same_trace(overlap: bool) -> None:
-    case = Case(11, 2, "radix", overlap, 400)
+    case = Case(16, 2, "radix", overlap, 400)
     rng = random.Random(case.to_json())
     config = random_config(case, rng)
     leader, follower = World(config), World(config)
     driver = Driver(leader, rng)
     driver.fault_rate = 0.0  # faults of one rank alone are another matter
-    for event in ("submit", "abort", "flush", "reload"):
+    for event in ("submit", "abort", "flush", "reset", "reload"):
         send_to_both(event, leader, follower)
     for step in range(case.num_steps):
         driver.step()

@@ -39,14 +39,15 @@ TINY = [
         num_pages=4,
         num_rows=3,
         vocab_size=3,
-        admission="peak",
         overlap=overlap,
         spill_pages=spill_pages,
         **sizes,
+        **policy,
     )
     for overlap in (False, True)
     for sizes in ({"page_size": 1, "budget": 2}, {"page_size": 2, "budget": 8})
     for spill_pages in (0, 3)
+    for policy in ({"admission": "peak"}, {"admission": "optimistic", "admission_share": 0.001})
 ]
 TINY_EVENTS = {"short": ([2], 1), "long": ([1], 3), "shared": ([1, 2, 1], 1)}
 
@@ -88,7 +89,8 @@ def test_every_short_history_holds(config: WorldConfig) -> None:
     play_all(config, SHORT_DEPTH)
 
 
-def play_tiny(config: WorldConfig, history: tuple[str, ...]) -> None:
+def play_tiny(config: WorldConfig, history: tuple[str, ...]) -> int:
+    """Returns how many were preempted."""
     world, num_uids = World(config, checks_all=False), 0
     for event in history:
         if event in TINY_EVENTS:
@@ -101,15 +103,16 @@ def play_tiny(config: WorldConfig, history: tuple[str, ...]) -> None:
         else:
             world.step()
     world.drain()
+    return world.counts["preempted"]
 
 
 tiny = pytest.mark.parametrize(
-    "config", TINY, ids=lambda c: f"{c.page_size}-{c.overlap}-{c.spill_pages}"
+    "config", TINY, ids=lambda c: f"{c.admission}-{c.page_size}-{c.overlap}-{c.spill_pages}"
 )
 
 
 @tiny
-def test_three_requests_in_four_pages_admitted_by_their_peak(config: WorldConfig) -> None:
+def test_three_requests_in_four_pages(config: WorldConfig) -> None:
     play_all_tiny(config, TINY_SHORT_DEPTH)
 
 
@@ -120,13 +123,15 @@ def test_three_requests_in_four_pages_for_longer(config: WorldConfig) -> None:
 
 
 def play_all_tiny(config: WorldConfig, depth: int) -> None:
+    num_preempted = 0
     for history in itertools.product((*TINY_EVENTS, "abort", "turn"), repeat=depth):
         num_submits = sum(event in TINY_EVENTS for event in history)
         if history[0] in TINY_EVENTS and 2 <= num_submits <= 3:
             try:
-                play_tiny(config, history)
+                num_preempted += play_tiny(config, history)
             except Exception as error:
                 raise AssertionError(f"{history} in {config}") from error
+    assert (num_preempted > 0) == (config.admission == "optimistic")
 
 
 @pytest.mark.slow

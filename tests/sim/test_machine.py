@@ -23,19 +23,22 @@ configs = st.builds(
     vocab_size=st.integers(2, 3),
     pad_decode_to=st.sampled_from([1, 2]),
     share_prefixes=st.sampled_from([0, 1, 1, 3]),
-    admission=st.sampled_from(["conservative", "peak"]),
     spill_pages=st.sampled_from([0, 1, 2, 3, 9]),
 ).map(lambda c: c if c.cache_type == "radix" else replace(c, spill_pages=0))
+policies = st.sampled_from(
+    [("conservative", None), ("peak", None), ("optimistic", None), ("optimistic", 0.05)]
+)
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Rules send events and turn the loop; the world checks every property after every step."""
 
-    @initialize(config=configs)
-    def build(self, config: WorldConfig) -> None:
+    @initialize(config=configs, policy=policies)
+    def build(self, config: WorldConfig, policy: tuple[str, float | None]) -> None:
         logging.getLogger("minisgl").setLevel(logging.CRITICAL)
-        self.world = World(config)
+        admission, share = policy
+        self.world = World(replace(config, admission=admission, admission_share=share))
         self.num_uids = 0
         self.sent: list[list[int]] = []
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.scheduler import conservative
+from minisgl.scheduler import conservative, peak
 
 from .driver import Case, run_case
 from .replay import SEEDS, load, play
@@ -94,7 +94,9 @@ def watch(world: World, seen: Counter[str]) -> None:
 
     def counted_policy(*args):  # type: ignore[no-untyped-def]
         admits = policy(*args)
-        seen["admitted by the peak alone"] += admits and not conservative(*args)
+        if admits and not conservative(*args):
+            seen["admitted by the peak alone"] += peak(*args)
+            seen["admitted by the guess alone"] += not peak(*args)
         return admits
 
     manager.restore = counted_restore  # type: ignore[method-assign]
@@ -106,7 +108,7 @@ def watch(world: World, seen: Counter[str]) -> None:
 
 def test_the_generator_reaches_every_corner() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(24):
+    for seed in range(48):
         case = Case(seed, (1, 2, 4)[seed % 3], "radix", seed % 2 == 0, 400)
         world = run_case(case, checks_all=False, prepare=lambda world: watch(world, seen))
         seen.update(world.counts)
@@ -124,6 +126,8 @@ def test_the_generator_reaches_every_corner() -> None:
         "admitted by the peak alone",
         "restored",
         "loaded tokens",
+        "preempted",
+        "admitted by the guess alone",
         "idle",
         "stop",
         "length",

@@ -21,7 +21,15 @@ from minisgl.message import AbortBackendMsg, BaseBackendMsg, DetokenizeMsg, User
 from minisgl.params import FinishReason, SamplingParams
 from minisgl.scheduler import Scheduler, SchedulerConfig
 
-from .checks import check_idle, check_pages, check_rows, check_spill, check_tree
+from .checks import (
+    MAX_PREEMPTIONS,
+    check_idle,
+    check_pages,
+    check_queue,
+    check_rows,
+    check_spill,
+    check_tree,
+)
 from .engine import Script, SimEngine, Violation
 from .oracle import spell_out
 
@@ -48,6 +56,7 @@ class WorldConfig:
     share_prefixes: int = 0
     admission: str = "conservative"
     spill_pages: int = 0
+    admission_share: float | None = None
 
 
 @dataclass
@@ -69,12 +78,17 @@ class World:
     """One scheduler, its simulated engine, and the book.
 
     checks_all: look at the cache's tree after every step; otherwise when it seems to have changed,
-    and every eighth step. `live`: the owner of each row, as of the last check.
+    and every eighth step. check_every: look at pages, rows and queue after so many steps; tokens
+    and what the engine reads are held against the book at each. `live`: the owner of each row, as
+    of the last check.
     """
 
-    def __init__(self, config: WorldConfig, *, checks_all: bool = True) -> None:
+    def __init__(
+        self, config: WorldConfig, *, checks_all: bool = True, check_every: int = 1
+    ) -> None:
         self.config = config
         self.checks_all = checks_all
+        self.check_every = check_every
         self.engine = SimEngine(
             num_pages=config.num_pages,
             page_size=config.page_size,
@@ -93,6 +107,7 @@ class World:
             share_prefixes=config.share_prefixes,
             admission=config.admission,
             kv_spill_bytes=config.spill_pages * self.engine.page_bytes,
+            admission_share=config.admission_share,
         )
         self.scheduler = Scheduler(scheduler_config, self.engine, self, eos_token_ids=[EOS])
         self.book: dict[int, Entry] = {}
@@ -101,6 +116,8 @@ class World:
         self.trace = hashlib.sha256()
         self.last_data: Any = None
         self.live: dict[int, Req] = {}
+        self.standing: set[int] = set()
+        self.preemptions: dict[int, int] = {}
         self.tree_seen: Any = None
         self.spill_seen: Any = None
         self.resident_seen: tuple[Any, Any] = (None, None)
@@ -119,15 +136,19 @@ class World:
         ignore_eos: bool = False,
         stop_ids: Sequence[int] = (),
         nan_after: int | None = None,
+        ends_after: int | None = None,
     ) -> None:
-        """Send a request; salts are "" or one letter."""
+        """Send a request; salts are "" or one letter. ends_after: it stops after so many tokens."""
         given: list[tuple[str, Any, Any]] = [
             ("salt", salt, ""),
             ("ignore_eos", ignore_eos, False),
             ("stop_ids", list(stop_ids), []),
             ("nan_after", nan_after, None),
+            ("ends_after", ends_after, None),
         ]
         changed = {name: value for name, value, default in given if value != default}
+        vocab_size = self.config.vocab_size - (ends_after is not None)
+        stop_ids = [*stop_ids, vocab_size] if ends_after else stop_ids
         self.history.append(["submit", uid, list(prompt), max_tokens, changed])
         params = SamplingParams(
             max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=tuple(stop_ids)
@@ -142,11 +163,15 @@ class World:
             return
         entry.max_tokens = min(max_tokens, room)
         entry.stop_ids = frozenset(stop_ids) | (frozenset() if ignore_eos else frozenset([EOS]))
-        tokens = spell_out(prompt, entry.max_tokens, self.config.vocab_size)
+        tokens = spell_out(prompt, entry.max_tokens, vocab_size)
+        if ends_after and ends_after <= entry.max_tokens:
+            tokens[len(prompt) + ends_after - 1] = vocab_size
         entry.expected = tokens[len(prompt) :].tolist()
         salt_id = ord(salt) - ord("a") + 1 if salt else 0
         order = len(self.engine.scripts)
-        self.engine.scripts[uid] = Script(order, len(prompt), tokens, salt_id, nan_after)
+        self.engine.scripts[uid] = Script(
+            order, len(prompt), tokens, salt_id, nan_after, ends_after
+        )
 
     def abort(self, uid: int) -> None:
         """Ask for the end of any uid."""
@@ -197,12 +222,14 @@ class World:
             self.last_data = self.scheduler.overlap_loop(self.last_data)
         else:
             self.scheduler.normal_loop()
-        self.check()
+        if self.num_steps % self.check_every == 0 or self.engine.violations:
+            self.check()
 
     def drain(self) -> None:
         """Turn until idle; every request must have come to its end by then."""
         waiting = [entry for entry in self.book.values() if entry.state in ("unknown", "live")]
         bound = 20 + sum(len(entry.prompt) + entry.max_tokens + 3 for entry in waiting)
+        bound *= 1 + MAX_PREEMPTIONS
         while not self.is_idle:
             self.step()
             bound -= 1
@@ -262,6 +289,8 @@ class World:
                 self.counts["abort in flight"] += 1
             elif any(p.uid == msg.uid and p.chunked_req for p in self.queue):
                 self.counts["abort half-prefilled"] += 1
+            elif any(p.uid == msg.uid and p.num_preemptions for p in self.queue):
+                self.counts["abort preempted"] += 1
 
     @property
     def queue(self) -> list[Any]:
@@ -312,6 +341,7 @@ class World:
         check_rows(self)
         check_pages(self)
         check_spill(self)
+        check_queue(self)
         cache = self.scheduler.cache_manager.prefix_cache
         handles = [(req.uid, req.cache_handle) for req in self.live.values()]
         seen = (cache.size_info, getattr(cache, "_num_made", 0), handles)

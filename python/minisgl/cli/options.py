@@ -104,8 +104,18 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
         "--admission",
         str,
         "POLICY",
-        "a request starts if all fit at once at their longest (conservative, the default) or at "
-        "every later step (peak, which lets more run)",
+        "a request starts if all fit at once at their longest (conservative, the default), or at "
+        "every later step (peak, which lets more run), or most likely, by the lengths of the "
+        "latest answers (optimistic: most run; when memory runs short the newest waits and goes on "
+        "later, with the same answer)",
+    ),
+    (
+        "admission_share",
+        "--admission-share",
+        float,
+        "S",
+        "optimistic: expect each answer to use this share of what max_tokens still allows it, as "
+        "0.5 (default: learnt from the answers)",
     ),
     (
         "kv_spill_bytes",

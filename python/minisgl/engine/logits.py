@@ -24,11 +24,10 @@ class RowState:
     def __init__(self, req: Req, vocab_size: int, device: torch.device) -> None:
         params = req.sampling_params
         self._params = params
-        num_prompt = req.max_device_len - req.output_len
         ids = req.input_ids.long().to(device)
         self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
         self.counts.index_add_(
-            0, ids[num_prompt:], torch.ones_like(ids[num_prompt:], dtype=torch.int32)
+            0, ids[req.num_given :], torch.ones_like(ids[req.num_given :], dtype=torch.int32)
         )
         self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.seen[ids] = True

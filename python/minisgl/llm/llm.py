@@ -264,7 +264,8 @@ class LLM(Scheduler):
             return
         super().shutdown()
         self.engine.shutdown()
-        for name in ("engine", "cache_manager", "table_manager", "token_pool", "prefill_manager"):
+        owned = ("engine", "cache_manager", "table_manager", "token_pool", "prefill_manager")
+        for name in (*owned, "preemptor"):
             self.__dict__.pop(name, None)
 
 

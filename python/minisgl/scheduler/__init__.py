@@ -8,9 +8,11 @@ May import `core`, `config`, `message`, `kvcache`, `utils`, `env`.
 
 from minisgl.config import SchedulerConfig
 
-from .admission import AdmissionPolicy, PageDemand, conservative, peak
+from .admission import AdmissionPolicy, PageDemand, conservative, optimistic, peak
 from .cache import CacheManager
 from .decode import DecodeManager
+from .forecast import Forecast
+from .preempt import Preemptor
 from .prefill import ChunkedReq, PrefillAdder, PrefillManager
 from .protocols import EngineProtocol, IOProtocol
 from .record import StepRecord
@@ -24,10 +26,12 @@ __all__ = [
     "ChunkedReq",
     "DecodeManager",
     "EngineProtocol",
+    "Forecast",
     "ForwardInput",
     "IOProtocol",
     "PageDemand",
     "PendingReq",
+    "Preemptor",
     "PrefillAdder",
     "PrefillManager",
     "Scheduler",
@@ -35,5 +39,6 @@ __all__ = [
     "StepRecord",
     "TableManager",
     "conservative",
+    "optimistic",
     "peak",
 ]

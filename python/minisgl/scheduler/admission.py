@@ -1,16 +1,19 @@
 """Admission: may one more request start, given what is promised to those that hold pages?
 
-A policy is a pure function of what each request holds and may come to need. The theorem it must
-keep: if it says yes, no later allocation of any admitted request fails. docs/scheduling.md proves
-it for both. The clock is the decode step: every running request is in every decode batch, advances
-by one token in it, and stands still while prompts are computed, which all comes first. Whatever
-computes prompts and answers in one batch, or several tokens of an answer in a step, breaks that.
+A policy is a pure function of what each request holds and may come to need. The theorem that
+`conservative` and `peak` keep: if they say yes, no later allocation of any admitted request fails.
+docs/scheduling.md proves it. The clock of the latter is the decode step: every running request is
+in every decode batch, advances by one token in it, and stands still while prompts are computed,
+which all comes first. Whatever computes prompts and answers in one batch, or several tokens of an
+answer in a step, breaks that. `optimistic` keeps less: what it admits gets its first step. For the
+others `preempt` makes room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +31,8 @@ class PageDemand:
 
     held: pages that are its own or locked for it. worst: pages it holds at its longest. tokens:
     what it has stored when its prompt is computed. until: the last decode step (the next one is 1)
-    that may find its pages in use. prefix: what it locks, or would lock.
+    that may find its pages in use. prefix: what it locks, or would lock. unused: so many of the
+    steps until then it will likely not take.
     """
 
     held: int
@@ -36,6 +40,12 @@ class PageDemand:
     tokens: int = 0
     until: int = 0
     prefix: BaseCacheHandle | None = None
+    unused: int = 0
+
+    @property
+    def likely_until(self) -> int:
+        """The last decode step that will likely find its pages in use."""
+        return self.until - self.unused
 
     @property
     def growth(self) -> int:
@@ -44,11 +54,17 @@ class PageDemand:
 
     @classmethod
     def of_candidate(
-        cls, input_len: int, output_len: int, prefix: BaseCacheHandle, page_size: int
+        cls,
+        input_len: int,
+        output_len: int,
+        prefix: BaseCacheHandle,
+        page_size: int,
+        *,
+        unused: int = 0,
     ) -> PageDemand:
         """The demand of a request that would start with `prefix` from the cache."""
         held, worst = prefix.cached_len // page_size, div_ceil(input_len + output_len, page_size)
-        return cls(held, worst, input_len, output_len - 1 + LAG, prefix)
+        return cls(held, worst, input_len, output_len - 1 + LAG, prefix, unused)
 
     @classmethod
     def of_holder(
@@ -59,6 +75,7 @@ class PageDemand:
         page_size: int,
         *,
         prompt_len: int = 0,
+        unused: int = 0,
     ) -> PageDemand:
         """The demand of a request with pages; its very last token is never stored.
 
@@ -66,7 +83,8 @@ class PageDemand:
         """
         tokens = max(cached_len, prompt_len)
         held, worst = div_ceil(cached_len, page_size), div_ceil(max_device_len - 1, page_size)
-        return cls(held, worst, tokens, max_device_len - 1 - tokens + LAG, prefix)
+        until = max_device_len - 1 - tokens + LAG
+        return cls(held, worst, tokens, until, prefix, unused)
 
 
 class Pool(Protocol):
@@ -98,19 +116,35 @@ def peak(candidate: PageDemand, promised: Sequence[PageDemand], pool: Pool) -> b
     return peak_pages([*promised, candidate], pool) <= pool.num_pages
 
 
-def peak_pages(demands: Sequence[PageDemand], pool: Pool) -> int:
+def optimistic(candidate: PageDemand, promised: Sequence[PageDemand], pool: Pool) -> bool:
+    """Admit if the pages in use are likely to fit at every later step, and whenever `peak` does."""
+    if conservative(candidate, promised, pool):
+        return True
+    likely = attrgetter("likely_until")
+    return peak_pages([*promised, candidate], pool, until_of=likely) <= pool.num_pages
+
+
+def peak_pages(
+    demands: Sequence[PageDemand],
+    pool: Pool,
+    until_of: Callable[[PageDemand], int] = attrgetter("until"),
+) -> int:
     """At most so many pages are in use at any later step, if everybody goes on to the end.
 
     Between two ends use only grows, so it is highest at the last step before an end. A shared page
     is charged to its last holder. Pages begun are rounded up together, at most one a request.
     """
-    latest_first = sorted(demands, key=lambda demand: -demand.until)
+    latest_first = sorted(demands, key=until_of, reverse=True)
     shared = pool.prefix_cache.shared_lens([demand.prefix for demand in latest_first])
-    until = np.array([demand.until for demand in latest_first], dtype=np.int64)
+    until = np.array([until_of(demand) for demand in latest_first], dtype=np.int64)
     tokens = np.array([demand.tokens for demand in latest_first], dtype=np.int64)
     tokens += pool.page_size - 1 - np.array(shared, dtype=np.int64)
     in_use = tokens.cumsum() + until * np.arange(1, len(until) + 1)
     return int(in_use.max()) // pool.page_size
 
 
-POLICIES: dict[str, AdmissionPolicy] = {"conservative": conservative, "peak": peak}
+POLICIES: dict[str, AdmissionPolicy] = {
+    "conservative": conservative,
+    "peak": peak,
+    "optimistic": optimistic,
+}

@@ -7,7 +7,7 @@ is a token's slot; page `p` starts at location `p * page_size`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -65,7 +65,7 @@ class CacheManager:
 
     @property
     def holders(self) -> list[Req]:
-        """The requests that hold pages, each row's last batch."""
+        """The requests that hold pages, each row's last batch, in the order of admission."""
         return [req for req, _ in self._owners.values()]
 
     @property
@@ -148,6 +148,11 @@ class CacheManager:
         self.lock(longer)
         self.unlock(handle)
         return longer
+
+    def num_missing_pages(self, reqs: Iterable[Req]) -> int:
+        """How many pages `allocate_paged` would take."""
+        page = self.page_size
+        return sum([div_ceil(r.device_len, page) - div_ceil(r.cached_len, page) for r in reqs])
 
     def allocate_paged(self, reqs: Sequence[Req]) -> None:
         """Give every request the pages for `[cached_len, device_len)`, all or nothing."""

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from minisgl.core import Batch, Req
+from minisgl.core import Batch, Req, SamplingParams
 from minisgl.kvcache import BaseCacheHandle
 from minisgl.message import UserMsg
 from minisgl.utils import align_ceil, align_down, div_ceil
@@ -23,6 +23,7 @@ from minisgl.utils import align_ceil, align_down, div_ceil
 from .admission import AdmissionPolicy, PageDemand, conservative
 from .cache import CacheManager
 from .decode import DecodeManager
+from .forecast import Forecast
 from .table import TableManager
 from .utils import PendingReq
 
@@ -30,6 +31,8 @@ WAITS_FOR_ROW = "table row"
 WAITS_FOR_PAGES = "pages"
 WAITS_FOR_BUDGET = "token budget"
 WAITS_FOR_PREFIX = "shared prefix"
+
+MAX_PREEMPTIONS = 3  # of one request; after that it starts only if its worst case fits
 
 PrefixKey: TypeAlias = tuple[str, bytes]  # the salt, the tokens from the start
 
@@ -52,8 +55,9 @@ class PrefillAdder:
     """Builds one prefill batch under a token budget.
 
     reserved_size: tokens promised to others. `promised` says it request by request, for policies
-    that need more than the sum; both count. min_shared: whole pages, in tokens. in_flight: what the
-    batch before this one computes; `started` is what this one does.
+    that need more than the sum; both count. forecast: what answers are expected to use, None: all
+    they may. min_shared: whole pages, in tokens. in_flight: what the batch before this one
+    computes; `started` is what this one does.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class PrefillAdder:
         *,
         promised: Sequence[PageDemand] = (),
         policy: AdmissionPolicy = conservative,
+        forecast: Forecast | None = None,
         min_shared: int = 0,
         in_flight: frozenset[PrefixKey] = frozenset(),
     ) -> None:
@@ -73,6 +78,7 @@ class PrefillAdder:
         self.cache_manager = cache_manager
         self.table_manager = table_manager
         self.policy = policy
+        self.forecast = forecast
         self.promised = list(promised)
         self.min_shared = min_shared
         self.in_flight = in_flight
@@ -107,13 +113,18 @@ class PrefillAdder:
             self.waits_for = WAITS_FOR_PREFIX
             return None
         demand = PageDemand.of_candidate(
-            pending.input_len, pending.output_len, handle, cache.page_size
+            pending.input_len,
+            pending.output_len,
+            handle,
+            cache.page_size,
+            unused=unused_tokens(self.forecast, pending.num_generated, pending.sampling_params),
         )
-        if not self.policy(demand, self.promised, cache):
+        policy = self.policy if pending.num_preemptions < MAX_PREEMPTIONS else conservative
+        if not policy(demand, self.promised, cache):
             self.waits_for = WAITS_FOR_PAGES
             return None
         cache.lock(handle)  # what it locks is no longer evictable: look again
-        if not self.policy(demand, self.promised, cache):
+        if not policy(demand, self.promised, cache):
             cache.unlock(handle)
             self.waits_for = WAITS_FOR_PAGES
             return None
@@ -141,11 +152,13 @@ class PrefillAdder:
             input_ids=pending.input_ids[:end],
             table_idx=row,
             cached_len=cached_len,
-            output_len=pending.output_len,
+            output_len=pending.sampling_params.max_tokens,
             uid=pending.uid,
             sampling_params=pending.sampling_params,
             cache_handle=handle,
             salt=pending.salt,
+            num_generated=pending.num_generated,
+            pending=pending,
         )
 
     def _prefix_key(self, pending: PendingReq, cached_len: int, end: int) -> PrefixKey | None:
@@ -172,11 +185,13 @@ class PrefillManager:
         decode_manager: DecodeManager,
         policy: AdmissionPolicy = conservative,
         min_shared: int = 0,
+        forecast: Forecast | None = None,
     ) -> None:
         self.cache_manager = cache_manager
         self.table_manager = table_manager
         self.decode_manager = decode_manager
         self.policy = policy
+        self.forecast = forecast
         self.min_shared = align_ceil(min_shared, cache_manager.page_size)
         self.pending_list: list[PendingReq] = []
         self.head_waits_for: str | None = None
@@ -198,6 +213,17 @@ class PrefillManager:
             )
         )
 
+    @property
+    def half_prefilled(self) -> list[PendingReq]:
+        """Those whose prompt is computed in part."""
+        return [pending for pending in self.pending_list if pending.chunked_req]
+
+    def put_back(self, pending: PendingReq) -> None:
+        """A preempted request stands at the head of the queue again, with nothing computed."""
+        pending.chunked_req = None
+        if pending not in self.pending_list:
+            self.pending_list.insert(0, pending)
+
     def schedule_next_batch(self, budget: int) -> Batch | None:
         """The next prefill batch of at most `budget` prompt tokens, None if nothing can start.
 
@@ -214,6 +240,7 @@ class PrefillManager:
             table_manager=self.table_manager,
             promised=self._promised(),
             policy=self.policy,
+            forecast=self.forecast,
             min_shared=self.min_shared,
             in_flight=in_flight,
         )
@@ -238,11 +265,15 @@ class PrefillManager:
         halves = {p.chunked_req.table_idx: p for p in self.pending_list if p.chunked_req}
         demands = []
         for req in self.cache_manager.holders:
-            prompt_len, longest = 0, req.max_device_len
+            prompt_len, longest, unused = 0, req.max_device_len, 0
             if half := halves.get(req.table_idx):
                 prompt_len, longest = half.input_len, half.input_len + half.output_len
+                unused = unused_tokens(self.forecast, half.num_generated, half.sampling_params)
             elif req.finish_reason is not None:
                 longest = req.cached_len + 1
+            elif req.can_decode:
+                num_generated = req.device_len - req.num_given
+                unused = unused_tokens(self.forecast, num_generated, req.sampling_params)
             demands.append(
                 PageDemand.of_holder(
                     req.cached_len,
@@ -250,6 +281,7 @@ class PrefillManager:
                     req.cache_handle,
                     self.cache_manager.page_size,
                     prompt_len=prompt_len,
+                    unused=unused,
                 )
             )
         return demands
@@ -260,6 +292,11 @@ class PrefillManager:
             if pending.uid == uid:
                 return self.pending_list.pop(i)
         return None
+
+
+def unused_tokens(forecast: Forecast | None, num_generated: int, params: SamplingParams) -> int:
+    """How many of the tokens that a request may still generate are not expected."""
+    return forecast.unused(num_generated, params.max_tokens) if forecast else 0
 
 
 def clamp_max_tokens(msg: UserMsg, max_seq_len: int) -> UserMsg:

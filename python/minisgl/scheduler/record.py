@@ -12,7 +12,8 @@ class StepRecord:
     num_tokens: tokens computed. waiting: requests in the queue. Pages by state: free, cached (of
     them `evictable_pages` unlocked), owned by running requests. reserved_tokens: promised to
     running requests beyond what they hold. head_waits_for: why the head of the queue was
-    not taken, None if nothing waits. Times are in seconds and take part in no decision.
+    not taken, None if nothing waits. num_preemptions: how often a request was put back into the
+    queue, since the start. Times are in seconds and take part in no decision.
     """
 
     step: int
@@ -26,5 +27,6 @@ class StepRecord:
     owned_pages: int
     reserved_tokens: int
     head_waits_for: str | None
+    num_preemptions: int
     schedule_seconds: float
     forward_seconds: float

@@ -3,7 +3,7 @@
 One turn of either loop reads top to bottom. A request lives in exactly one place: the queue
 (`prefill_manager`), the running set (`decode_manager`), or `finished_reqs`, where those that ended
 wait until the last batch that holds them has drained. All ways out lead to `_end_req`, and only
-`_release` gives a row and its pages back.
+`_release` gives a row and its pages back; the one way back into the queue is `Preemptor.preempt`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from minisgl.utils import OrderedSet, init_logger
 from .admission import POLICIES
 from .cache import CacheManager
 from .decode import DecodeManager
+from .forecast import Forecast
+from .preempt import Preemptor
 from .prefill import PrefillManager, clamp_max_tokens
 from .prefixes import load_prefixes, save_prefixes
 from .protocols import EngineProtocol, ForwardOutputProtocol, IOProtocol
@@ -83,13 +85,18 @@ class Scheduler:
             engine.num_pages, config.page_size, engine.page_table, config.cache_type, spill
         )
         self.decode_manager = DecodeManager(config.page_size)
+        is_optimistic = config.admission == "optimistic"
+        self.forecast = Forecast(config.admission_share) if is_optimistic else None
         self.prefill_manager = PrefillManager(
             self.cache_manager,
             self.table_manager,
             self.decode_manager,
             POLICIES[config.admission],
             min_shared=config.share_prefixes if config.cache_type != "naive" else 0,
+            forecast=self.forecast,
         )
+        managers = self.table_manager, self.prefill_manager, self.decode_manager
+        self.preemptor = Preemptor(self.cache_manager, *managers) if is_optimistic else None
         self.prefill_budget = config.max_extend_tokens
         self.finished_reqs: OrderedSet[Req] = OrderedSet()
         self.step_listeners: list[Callable[[StepRecord], None]] = []
@@ -134,6 +141,9 @@ class Scheduler:
     def overlap_loop(self, last_data: ForwardData | None) -> ForwardData | None:
         """One turn with overlap: launch this step, then process the one before it."""
         self._receive(may_block=last_data is None)
+        if self.preemptor and self.preemptor.is_short():
+            self._process_last_data(last_data)
+            last_data = None
         forward_input = self._schedule_next_batch()
         ongoing_data = self._launch(forward_input)
         self._process_last_data(last_data)
@@ -266,7 +276,9 @@ class Scheduler:
             self.prefill_manager.schedule_next_batch(self.prefill_budget)
             or self.decode_manager.schedule_next_batch()
         )
-        if batch is None:
+        if batch and self.preemptor:
+            self.preemptor.make_room(batch)
+        if batch is None or not batch.reqs:
             return None
         try:
             forward_input = self._prepare_batch(batch)
@@ -335,6 +347,7 @@ class Scheduler:
             owned_pages=cache.num_owned_pages,
             reserved_tokens=self.decode_manager.inflight_tokens,
             head_waits_for=self.prefill_manager.head_waits_for,
+            num_preemptions=self.preemptor.num_preemptions if self.preemptor else 0,
             schedule_seconds=self._schedule_seconds,
             forward_seconds=forward_seconds,
         )
@@ -399,6 +412,8 @@ class Scheduler:
         """End a request that holds a row; its row and pages go back when it has drained."""
         assert req.finish_reason is None, f"{req} ends twice"
         req.finish_reason = reason
+        if self.forecast and req.is_sampled and reason is not FinishReason.ERROR:
+            self.forecast.learn(req.num_ids - req.num_given, req.output_len)
         self.decode_manager.remove_req(req)
         self.finished_reqs.add(req)
         self._release_if_drained(req)

@@ -18,23 +18,28 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class PendingReq:
-    """A request in the queue. `chunked_req` holds what is computed of its prompt so far."""
+    """A request in the queue. `chunked_req` holds what is computed of its prompt so far.
+
+    One that was preempted has the `num_generated` tokens of its answer so far behind its prompt.
+    """
 
     uid: int
     input_ids: torch.Tensor
     sampling_params: SamplingParams
     chunked_req: ChunkedReq | None = None
     salt: str = ""
+    num_generated: int = 0
+    num_preemptions: int = 0
 
     @property
     def input_len(self) -> int:
-        """Number of prompt tokens."""
+        """Number of tokens to compute before the next one can be sampled."""
         return len(self.input_ids)
 
     @property
     def output_len(self) -> int:
-        """The most tokens it may generate."""
-        return self.sampling_params.max_tokens
+        """The most tokens it may still generate."""
+        return self.sampling_params.max_tokens - self.num_generated
 
 
 # Integers where the scheduler works: an array on a CPU, else a tensor; both index and assign alike.
