@@ -81,7 +81,7 @@ class Driver:
         self.world = world
         self.rng = rng
         self.next_uid = 0
-        self.grows = world.config.admission == "optimistic" and rng.random() < 0.8
+        self.grows = world.config.admission != "conservative" and rng.random() < 0.8
         self.pressure = 0.5 if self.grows else rng.choice([0.05, 0.2, 0.5])
         self.abort_rate = rng.choice([0.0, 0.1, 0.4])
         self.fault_rate = rng.choice([0.0, 0.0, 0.1, 0.3])

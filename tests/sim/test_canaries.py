@@ -10,12 +10,10 @@ from .mutants import MUTANTS, POLICY_OF
 
 MAX_CASES = 40
 STEPS_PER_CASE = 400
-FIRST_SEED = {"charge_the_first_holder": 1140}  # one case in a hundred shows it
 
 
 def cases_for(name: str) -> list[Case]:
     """Worlds of all kinds that the mutant can break; half of them with overlap."""
-    first = FIRST_SEED.get(name, 1000)
     return [
         Case(
             seed=seed,
@@ -26,7 +24,7 @@ def cases_for(name: str) -> list[Case]:
             shares=seed % 3 > 0,
             admission=POLICY_OF.get(name),
         )
-        for seed in range(first, first + MAX_CASES)
+        for seed in range(1000, 1000 + MAX_CASES)
     ]
 
 
