@@ -112,13 +112,9 @@ class PrefillAdder:
         if key is not None and (key in self.started or key in self.in_flight):
             self.waits_for = WAITS_FOR_PREFIX
             return None
-        demand = PageDemand.of_candidate(
-            pending.input_len,
-            pending.output_len,
-            handle,
-            cache.page_size,
-            unused=unused_tokens(self.forecast, pending.num_generated, pending.sampling_params),
-        )
+        lens = pending.input_len, pending.output_len
+        unused = unused_tokens(self.forecast, pending.num_generated, pending.sampling_params)
+        demand = PageDemand.of_candidate(*lens, handle, cache.page_size, unused=unused)
         policy = self.policy if pending.num_preemptions < MAX_PREEMPTIONS else conservative
         if not policy(demand, self.promised, cache):
             self.waits_for = WAITS_FOR_PAGES
@@ -129,9 +125,7 @@ class PrefillAdder:
             self.waits_for = WAITS_FOR_PAGES
             return None
         handle = cache.restore(pending.input_ids[: pending.input_len - 1], handle, pending.salt)
-        demand = PageDemand.of_candidate(
-            pending.input_len, pending.output_len, handle, cache.page_size
-        )
+        demand = PageDemand.of_candidate(*lens, handle, cache.page_size, unused=unused)
         self.promised.append(demand)  # less the pages that were just restored
         row = self.table_manager.allocate()
         if (cached_len := handle.cached_len) > 0:
