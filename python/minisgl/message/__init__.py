@@ -10,13 +10,24 @@ from .backend import (
     BatchBackendMsg,
     ExitMsg,
     UserMsg,
+    VocabularyMsg,
 )
-from .frontend import BaseFrontendMsg, BatchFrontendMsg, ErrorReply, UserReply
+from .frontend import (
+    BaseFrontendMsg,
+    BatchFrontendMsg,
+    DecodeReply,
+    EncodeReply,
+    ErrorReply,
+    UserReply,
+)
+from .status import EngineReady, EngineStats, LoadProgress, StartFailed, TokenizerReady
 from .tokenizer import (
     AbortMsg,
     BaseTokenizerMsg,
     BatchTokenizerMsg,
+    DecodeMsg,
     DetokenizeMsg,
+    EncodeMsg,
     TokenizeMsg,
 )
 
@@ -29,10 +40,20 @@ __all__ = [
     "BatchBackendMsg",
     "BatchFrontendMsg",
     "BatchTokenizerMsg",
+    "DecodeMsg",
+    "DecodeReply",
     "DetokenizeMsg",
+    "EncodeMsg",
+    "EncodeReply",
+    "EngineReady",
+    "EngineStats",
     "ErrorReply",
     "ExitMsg",
+    "LoadProgress",
+    "StartFailed",
     "TokenizeMsg",
+    "TokenizerReady",
     "UserMsg",
     "UserReply",
+    "VocabularyMsg",
 ]
