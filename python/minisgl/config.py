@@ -228,7 +228,8 @@ class ServerArgs(SchedulerConfig):
     api_key: what clients must send; without one, only loopback addresses may be bound, unless
     `insecure_bind`. allowed_hosts: names besides localhost and addresses that a Host header may
     have, "*" for any. cors_origins: web pages that may call, such as "https://example.org".
-    max_concurrent_requests: more are answered 429 at once.
+    max_concurrent_requests: more are answered 429 at once. drain_seconds: after a SIGTERM, how long
+    what runs may still take.
     """
 
     server_host: str = "127.0.0.1"
@@ -241,6 +242,7 @@ class ServerArgs(SchedulerConfig):
     cors_origins: tuple[str, ...] = ()
     insecure_bind: bool = False
     max_concurrent_requests: int = 1024
+    drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -256,6 +258,7 @@ class ServerArgs(SchedulerConfig):
             1,
             MAX_CONCURRENT_REQUESTS,
         )
+        _check_float("drain_seconds", "--drain-seconds", self.drain_seconds, 86400.0)
         if self.served_model_name is not None:
             _check_word("served_model_name", "--served-model-name", self.served_model_name)
         if self.api_key is not None:

@@ -52,6 +52,7 @@ class Req:
 
     input_ids: CPU int32, the prompt and what was generated so far; the last one is not computed
     yet. output_len: the most tokens it may generate. cache_handle: its locked prefix, None by hand.
+    num_cached_tokens: tokens of the prompt that were in the prefix cache when it was admitted.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Req:
         self.sampling_params = sampling_params
         self.cache_handle = cache_handle
         self.salt = salt
+        self.num_cached_tokens = cached_len
         self.finish_reason: FinishReason | None = None
         self.has_bad_kv = False
         assert 0 <= self.cached_len < self.device_len <= self.max_device_len, self

@@ -12,6 +12,7 @@ from .backend import (
     UserMsg,
     VocabularyMsg,
 )
+from .codec import token_array
 from .frontend import (
     BaseFrontendMsg,
     BatchFrontendMsg,
@@ -56,4 +57,5 @@ __all__ = [
     "UserMsg",
     "UserReply",
     "VocabularyMsg",
+    "token_array",
 ]

@@ -89,7 +89,9 @@ class PrefillAdder:
             self.waits_for = WAITS_FOR_BUDGET
             return None
         if chunk := pending.chunked_req:
-            return self._add_chunk(pending, chunk.cache_handle, chunk.table_idx, chunk.cached_len)
+            req = self._add_chunk(pending, chunk.cache_handle, chunk.table_idx, chunk.cached_len)
+            req.num_cached_tokens = chunk.num_cached_tokens
+            return req
         if resource := self._try_allocate_one(pending):
             handle, row = resource
             return self._add_chunk(pending, handle, row, handle.cached_len)

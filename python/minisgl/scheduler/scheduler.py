@@ -332,6 +332,10 @@ class Scheduler:
         req.append_host(token)
         reason = self._reason_to_stop(req, token)
         self._reply(req.uid, token, reason)
+        num_prompt_tokens = req.max_device_len - req.output_len
+        if req.num_ids == num_prompt_tokens + 1:
+            self._outbox[-1].num_prompt_tokens = num_prompt_tokens
+            self._outbox[-1].num_cached_tokens = req.num_cached_tokens
         if reason is not None:
             self._end_req(req, reason)
         elif ends_prefill:  # the KV of tokens that are still in flight is not shared yet

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -109,16 +109,22 @@ class Frontend:
     """Submits requests to the tokenizers and hands their replies to those who wait.
 
     inbox: the address where all replies arrive. tokenizers: the addresses of the tokenizer
-    processes; one request keeps to one of them. name: what the model is called. Must be made on the
-    event loop that uses it.
+    processes; one request keeps to one of them. name: what the model is called. on_progress: called
+    with (bytes done, bytes in all) while weights load. Must be made on the event loop that uses it.
     """
 
-    def __init__(self, inbox: str, tokenizers: Sequence[str], name: str) -> None:
+    def __init__(
+        self,
+        inbox: str,
+        tokenizers: Sequence[str],
+        name: str,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         self.stats = EngineStats()
-        self.load_progress: tuple[int, int] | None = None
         self.start_failure: StartFailed | None = None
         self.processes: dict[str, str] = {}
         self._name = name
+        self._on_progress = on_progress
         self._info: ModelInfo | None = None
         self._engine: EngineReady | None = None
         self._tokenizer: TokenizerReady | None = None
@@ -171,7 +177,7 @@ class Frontend:
             self._progress.set()
 
     async def abort(self, uid: int) -> None:
-        """End a request from outside: its consumer sees `RequestFailed`; unknown uids are nothing."""
+        """End a request from outside: its consumer sees `RequestFailed`. Unknown: nothing."""
         stream = self._streams.pop(uid, None)
         if stream is not None:
             self._send(AbortMsg(uid))
@@ -327,7 +333,8 @@ class Frontend:
 
     def _take_status(self, msg: BaseFrontendMsg) -> None:
         if isinstance(msg, LoadProgress):
-            self.load_progress = (msg.done, msg.total)
+            if self._on_progress is not None:
+                self._on_progress(msg.done, msg.total)
         elif isinstance(msg, StartFailed):
             self.start_failure = self.start_failure or msg
         elif isinstance(msg, EngineReady):

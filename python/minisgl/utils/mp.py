@@ -1,6 +1,6 @@
 """Queues between processes: ZeroMQ over Unix sockets, msgpack, every one of them bounded.
 
-A queue is one end: push and pull for work, pub and sub for what all shall see in one order. `create`
+A queue is one end: push and pull for work, pub and sub for what all see in one order. `create`
 says which end owns the socket file; the other may come first. Invariant: whatever arrives, the
 receiving process goes on. What is too long, damaged or unknown is dropped with one log line. May
 import `env`.
