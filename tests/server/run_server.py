@@ -1,7 +1,7 @@
 """`python -m tests.server.run_server '{"model_path": ..., ...}'`: a server as a test wants it.
 
-The keys `engine` and `app` go to `serve`, all others to `ServerArgs`. The address is printed when requests
-are taken. Errors end as those of the command line do.
+The keys `engine` and `app` go to `serve`, all others to `ServerArgs`. The address is printed when
+requests are taken. Errors end as those of the command line do.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A simulated engine for servers: no weights, tokens by arithmetic, as fast or slow as it is told.
 
-`make_engine` is given to `serve(engine=...)` by name. The token after position `p` of a request is a
-letter that depends on its prompt and on `p`, so an answer tells whose it is. The environment variables
-`SIM_SECONDS` (of a step) and `SIM_FAULT` steer it; a fault happens when a request's prompt
-contains the byte that names it.
+`make_engine` is given to `serve(engine=...)` by name. An answer walks through the alphabet from a
+letter that depends on the prompt, so it tells whose it is. `SIM_SECONDS` in the environment is how
+long a step takes, `SIM_FAULT` what goes wrong while loading; "#raise", "#exit" and "#nan" in a
+prompt are faults of the step that computes it.
 """
 
 from __future__ import annotations
@@ -82,14 +82,17 @@ class SimulatedEngine:
         if req.device_len <= num_prompt:  # a new request, or a chunk of one
             prompt = req.input_ids[:num_prompt]
             self._sums[req.uid] = int(prompt.sum()) + num_prompt
-            self._fault(bytes((prompt.numpy() + FIRST_BYTE).astype(np.uint8)))
+            if self._is_bad(prompt):
+                return -1
         return int(LETTERS[(self._sums[req.uid] + req.device_len - num_prompt) % len(LETTERS)])
 
-    def _fault(self, prompt: bytes) -> None:
+    def _is_bad(self, ids: torch.Tensor) -> bool:
+        prompt = bytes((ids.numpy() + FIRST_BYTE).astype(np.uint8))
         if b"#raise" in prompt:
             raise RuntimeError("told to fail")
         if b"#exit" in prompt:
             os._exit(9)
+        return b"#nan" in prompt
 
     def shutdown(self) -> None:
         """Nothing to let go of."""

@@ -1,7 +1,7 @@
 """The smallest ASGI application over a `Frontend`: what tests of the processes need of HTTP.
 
-POST /generate with `{"prompt", "max_tokens", "stop", "logprobs"}` streams one JSON line for each piece;
-an error is a line too. GET /health; GET /stats; POST /tokenize.
+POST /generate with a prompt and fields of `SamplingParams` streams one JSON line for each piece; an
+error is a line too. GET /health; GET /stats; POST /tokenize.
 """
 
 from __future__ import annotations

@@ -286,7 +286,8 @@ class Frontend:
 
     def _send(self, msg: Any) -> bool:
         """Whether the tokenizer's queue had room for it."""
-        return self._tokenizers[msg.uid % len(self._tokenizers)].try_put(msg)
+        has_room: bool = self._tokenizers[msg.uid % len(self._tokenizers)].try_put(msg)
+        return has_room
 
     async def _read(self) -> None:
         while True:

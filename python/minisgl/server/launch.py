@@ -15,7 +15,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minisgl.config import ServerArgs
 from minisgl.params import ConfigError
@@ -24,9 +24,6 @@ from minisgl.utils.model_files import resolve_model
 from .children import Children
 from .frontend import Frontend
 from .supervisor import Supervisor
-
-if TYPE_CHECKING:
-    import uvicorn
 
 ENGINE = "minisgl.engine:Engine"
 APP = "minisgl.server.app:create_app"
@@ -139,7 +136,7 @@ class _Server:
         return 1 if supervisor.exit_code is None else supervisor.exit_code
 
 
-async def _serve_until_over(server: uvicorn.Server, supervisor: Supervisor, sock: Any) -> None:
+async def _serve_until_over(server: Any, supervisor: Supervisor, sock: Any) -> None:
     serving = asyncio.ensure_future(server.serve([sock]))
     watching = asyncio.ensure_future(supervisor.watch())
     await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +145,7 @@ async def _serve_until_over(server: uvicorn.Server, supervisor: Supervisor, sock
     watching.cancel()
 
 
-def _make_uvicorn(uvicorn: Any, app: Any) -> uvicorn.Server:
+def _make_uvicorn(uvicorn: Any, app: Any) -> Any:
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -160,7 +157,7 @@ def _make_uvicorn(uvicorn: Any, app: Any) -> uvicorn.Server:
         server_header=False,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    server: uvicorn.Server = uvicorn.Server(config)
+    server = uvicorn.Server(config)
 
     @contextlib.contextmanager
     def no_signals() -> Iterator[None]:
