@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.llm.tiny import write_model
-
 from .harness import Server, running
+from tests.llm.tiny import write_model
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 ROOT = Path(__file__).resolve().parents[2]
 SIMULATED = "tests.server.simulated:make_engine"
-START_SECONDS = 60.0
+NUM_PAGES = 65536  # of the simulated engine
+REFERENCE = "ijklmno"  # what it answers to "hello"
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
@@ -124,11 +125,30 @@ class Server:
         found: dict[str, Any] = wait_until(idle, seconds, "nothing runs")
         return found
 
+    def kill_all(self) -> None:
+        """The quick end of a test, in no order at all."""
+        pids = list(self.children().values())
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def end(self, seconds: float = 15.0) -> int:
         """Wait for the end; the exit code. Checks that nothing is left behind."""
         code = self.process.wait(seconds)
         assert list(self.sockets.glob("minisgl-*")) == []
         return code
+
+    def expect_sound(self) -> None:
+        """What must hold after a fault that is survived: healthy, right, and nothing held."""
+        assert self.get("/health")[0] == 200
+        assert self.text("hello", max_tokens=7) == REFERENCE
+        stats = self.wait_idle()
+        assert stats["free_pages"] + stats["cached_pages"] == NUM_PAGES
 
 
 class Stream:
@@ -168,16 +188,8 @@ def running(
     """A server of a simulated engine (unless `engine` says otherwise) on a free port."""
     fields = {"model_path": str(model), "server_port": 0, "engine": SIMULATED, **args}
     server = Server(tmp / "sockets", fields, env or {})
-    children: dict[str, int] = {}
     try:
         server.wait_ready()
-        children = server.children()
         yield server
     finally:
-        if server.process.poll() is None:
-            server.process.send_signal(signal.SIGKILL)
-            server.process.wait()
-        assert server.process.stdout is not None
-        server.process.stdout.close()
-        for name, pid in children.items():
-            wait_until(lambda pid=pid: not is_alive(pid), 10, f"{name} has ended")
+        server.kill_all()

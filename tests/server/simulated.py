@@ -2,8 +2,8 @@
 
 `make_engine` is given to `serve(engine=...)` by name. An answer walks through the alphabet from a
 letter that depends on the prompt, so it tells whose it is. `SIM_SECONDS` in the environment is how
-long a step takes, `SIM_FAULT` what goes wrong while loading; "#raise", "#exit" and "#nan" in a
-prompt are faults of the step that computes it.
+long a step takes, `SIM_FAULT` what goes wrong while loading; "#raise0" (on rank 0), "#exit"
+and "#nan" in a prompt are faults of the step that computes it.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class SimulatedEngine:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.device = torch.device("cpu")
+        self._rank = config.tp_info.rank
         self.num_pages = config.num_page_override or 65536
         self.vocab_size = VOCAB_SIZE
         self.max_seq_len = min(MAX_SEQ_LEN, self.num_pages * config.page_size)
@@ -88,7 +89,7 @@ class SimulatedEngine:
 
     def _is_bad(self, ids: torch.Tensor) -> bool:
         prompt = bytes((ids.numpy() + FIRST_BYTE).astype(np.uint8))
-        if b"#raise" in prompt:
+        if b"#raise%d" % self._rank in prompt:
             raise RuntimeError("told to fail")
         if b"#exit" in prompt:
             os._exit(9)

@@ -7,6 +7,7 @@ service go to the parent alone, which decides. May import `env`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -65,13 +66,14 @@ def end_with_parent(folder: str, is_over: Callable[[], None] | None = None) -> N
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        if is_over is not None:
+        if is_over is None:
+            _leave(folder)
+        else:
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
             timer = Timer(END_SECONDS, _leave, (folder,))
             timer.daemon = True
             timer.start()
             is_over()
-        else:
-            _leave(folder)
 
     Thread(target=watch, name="parent", daemon=True).start()
 

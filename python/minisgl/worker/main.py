@@ -7,6 +7,7 @@ callback). Exit codes: 0 told to end, 1 cannot start, 3 a step failed.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -42,15 +43,16 @@ def main() -> int:
     task = read_task()
     addresses, rank = Addresses(task["folder"]), int(task["rank"])
     is_serving: list[bool] = []
+    own_inbox: ZmqPushQueue[BaseBackendMsg] = ZmqPushQueue(  # connected while the socket is there
+        addresses.scheduler, False, BaseBackendMsg.encoder
+    )
 
     def exit_in_order() -> None:
-        """Rank 0 tells itself, and so the others, to exit."""
-        if rank == 0 and is_serving:
-            inbox: ZmqPushQueue[BaseBackendMsg] = ZmqPushQueue(
-                addresses.scheduler, False, BaseBackendMsg.encoder
-            )
-            inbox.put(ExitMsg())
-            inbox.stop()
+        """Rank 0 tells itself, and so the others, to exit; nothing to finish while loading."""
+        if not is_serving:
+            os._exit(0)
+        if rank == 0:
+            own_inbox.put(ExitMsg())
 
     end_with_parent(addresses.folder, exit_in_order)
     to_frontend: ToFrontend = ZmqPushQueue(addresses.frontend, False, BaseFrontendMsg.encoder)
@@ -61,7 +63,9 @@ def main() -> int:
         to_frontend.stop()
         return CANNOT_START
     is_serving.append(True)
-    return serve()
+    code = serve()
+    own_inbox.stop()
+    return code
 
 
 def _name(rank: int) -> str:
