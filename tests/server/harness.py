@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -40,19 +42,19 @@ def is_alive(pid: int) -> bool:
 
 
 class Server:
-    """A server process. `folder` is where its sockets lie, `children` its processes by name."""
+    """A server process. tmp: for its log. `sockets` is its TMPDIR, short as a socket's path is."""
 
-    def __init__(self, sockets: Path, args: dict[str, Any], env: dict[str, str]) -> None:
-        sockets.mkdir(parents=True, exist_ok=True)
-        self.sockets = sockets
-        self.stderr_file = sockets.parent / f"{sockets.name}.err"
+    def __init__(self, tmp: Path, args: dict[str, Any], env: dict[str, str]) -> None:
+        tmp.mkdir(parents=True, exist_ok=True)
+        self.sockets = Path(tempfile.mkdtemp(prefix="serve-", dir="/tmp"))
+        self.stderr_file = tmp / "stderr"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.server.run_server", json.dumps(args)],
             cwd=ROOT,
             env={
                 **os.environ,
                 "PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{ROOT}",
-                "TMPDIR": str(sockets),
+                "TMPDIR": str(self.sockets),
                 **env,
             },
             stdout=subprocess.PIPE,
@@ -136,11 +138,12 @@ class Server:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.sockets)
 
     def end(self, seconds: float = 15.0) -> int:
         """Wait for the end; the exit code. Checks that nothing is left behind."""
         code = self.process.wait(seconds)
-        assert list(self.sockets.glob("minisgl-*")) == []
+        assert list(self.sockets.iterdir()) == []
         return code
 
     def expect_sound(self) -> None:
@@ -187,7 +190,7 @@ def running(
 ) -> Iterator[Server]:
     """A server of a simulated engine (unless `engine` says otherwise) on a free port."""
     fields = {"model_path": str(model), "server_port": 0, "engine": SIMULATED, **args}
-    server = Server(tmp / "sockets", fields, env or {})
+    server = Server(tmp, fields, env or {})
     try:
         server.wait_ready()
         yield server
