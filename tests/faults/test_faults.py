@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import zmq
 
+from minisgl.utils.mp import MAX_MESSAGE_BYTES
+
 from tests.llm.tiny import write_model
 from tests.server.harness import Server, Stream, is_alive, running, wait_until
 
@@ -29,7 +31,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expect_truthful_end(server: Server, streams: list[Stream], pids: dict[str, int]) -> None:
-    """Streams end with an error within 2 s, /health is 503, all is gone within 10 s, exit code 1."""
+    """Streams end with an error within 2 s, /health is 503, all is gone within 10 s, and not 0."""
     start = time.monotonic()
     for stream in streams:
         assert "error" in stream.lines()[-1]
@@ -160,9 +162,9 @@ def garbage_on_every_queue(server: Server) -> None:
         b'{"__type__":1}',
         b"\x81\xa8__type__\xa3Bad",
         b"x" * 9999,
+        bytes(MAX_MESSAGE_BYTES + 1),
     ]
-    garbage.append(bytes((64 << 20) + 1))  # one longer than the longest
-    with closing(zmq.Context()) as context:
+    with zmq.Context() as context:
         for name in ("frontend", "scheduler", "tokenizer-0"):
             with context.socket(zmq.PUSH) as socket:
                 socket.connect(f"ipc://{folder / name}")
@@ -264,14 +266,22 @@ def broken(folder: Path, what: str) -> Path:
 REAL = "minisgl.engine:Engine"
 FAILING_STARTS = {
     "missing": (REAL, "", "nothing"),
-    "no weights": (REAL, "", "weights"),
+    "no weights": (REAL, "", "safetensors"),
     "truncated weights": (REAL, "", "model.safetensors"),
-    "wrong shapes": (REAL, "", "shape"),
+    "wrong shapes": (REAL, "", "must be (260, 128)"),
     "bad config": (REAL, "", "config.json"),
     "load error": (None, "load error", "cheese"),
     "load crash": (None, "load crash", "the scheduler ended with exit code 7"),
     "load bug": (None, "load bug", "the scheduler ended with exit code 1"),
 }
+
+
+def ended(server: Server) -> int:
+    """The exit code of a server that does not start."""
+    try:
+        return server.end(30)
+    finally:
+        server.kill_all()
 
 
 @pytest.mark.parametrize("name", FAILING_STARTS)
@@ -280,8 +290,8 @@ def test_a_start_that_fails_says_why_in_one_line(name: str, tmp_path: Path) -> N
     args = {"engine": engine} if engine else {"engine": "tests.server.simulated:make_engine"}
     model = broken(tmp_path / "model", name)
     args |= {"model_path": str(model), "server_port": 0, "num_page_override": 64}
-    server = Server(tmp_path / "sockets", args, {"SIM_FAULT": fault})
-    assert server.end(30) == 1
+    server = Server(tmp_path, args, {"SIM_FAULT": fault})
+    assert ended(server) == 1
     told = [line for line in server.stderr.splitlines() if line.startswith("minisgl:")]
     assert len(told) == 1 and words in told[0], server.stderr
     if name != "load bug":  # of a bug of ours the traceback is welcome
@@ -294,8 +304,8 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         args = {"model_path": str(tiny_model), "server_port": port, "engine": "no.such:thing"}
-        server = Server(tmp_path / "sockets", args, {})
-        assert server.end(30) == 1
+        server = Server(tmp_path, args, {})
+        assert ended(server) == 1
         assert f"port (--port) {port} on 127.0.0.1 is taken" in server.stderr
         assert len(server.stderr.splitlines()) == 1
 
@@ -303,7 +313,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
 def test_a_signal_while_loading_ends_it_at_once(tmp_path: Path, tiny_model: Path) -> None:
     args = {"model_path": str(tiny_model), "server_port": 0}
     args["engine"] = "tests.server.simulated:make_engine"
-    server = Server(tmp_path / "sockets", args, {"SIM_FAULT": "load forever"})
+    server = Server(tmp_path, args, {"SIM_FAULT": "load forever"})
     try:
         pids = wait_until(lambda: len(found := server.children()) == 2 and found, 20, "it loads")
         folder = wait_until(lambda: list(server.sockets.glob("*/frontend")), 20, "the loop runs")
