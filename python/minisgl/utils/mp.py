@@ -35,6 +35,11 @@ def _open(kind: int, addr: str, create: bool, context: zmq.Context[Any] | None =
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED_MESSAGES)
+    if kind == zmq.XPUB:
+        socket.setsockopt(zmq.XPUB_NODROP, 1)
+        socket.setsockopt(zmq.XPUB_VERBOSER, 1)  # tells of every subscriber, not of the first alone
+    if kind == zmq.SUB:
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
     if create:
         socket.bind(addr)
     else:
@@ -84,7 +89,6 @@ class ZmqPubQueue(_SendingEnd[T]):
 
     def __init__(self, addr: str, create: bool, encoder: Encoder) -> None:
         super().__init__(addr, create, encoder)
-        self._socket.setsockopt(zmq.XPUB_NODROP, 1)
         self._num_subscribers = 0
 
     def wait_for_subscribers(self, n: int) -> None:
@@ -165,10 +169,6 @@ class ZmqSubQueue(_ReceivingEnd[T]):
     """Receives all that is published after it has subscribed."""
 
     kind = zmq.SUB
-
-    def __init__(self, addr: str, create: bool, decoder: Decoder[T]) -> None:
-        super().__init__(addr, create, decoder)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
 
 
 class AsyncPullQueue(Generic[T]):
