@@ -1,7 +1,7 @@
 """The flags of the HTTP side of a server, and what they become: fields of `ServerArgs`.
 
-May import `env`. Invariant: a flag that is not given stays out, so that `ServerArgs` alone says what
-holds without it; the API key may come from the environment, where other users cannot read it.
+May import `env`. Invariant: a flag that is not given stays out, so that `ServerArgs` alone says
+what holds without it; the API key may come from the environment, where other users cannot read it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """Ends a request with an HTTP status. param: the field at fault; code: for programs to match."""
+    """Ends a request with an HTTP status. param: the field at fault; code: for programs."""
 
     def __init__(
         self,
@@ -68,11 +68,16 @@ def failure(kind: ErrorKind, message: str, param: str | None, request_id: str) -
         code = "context_length_exceeded" if "leaves no room" in message else None
         return bad_request(message, param, code)
     if kind is ErrorKind.OVERLOADED:
-        headers = {"retry-after": "1"}
-        return ApiError(429, "too many requests: try again", code="overloaded", headers=headers)
+        return overloaded()
     if kind is ErrorKind.TIMEOUT:
         return ApiError(504, "the request's time is up", param="timeout", code="timeout")
     return internal(request_id)
+
+
+def overloaded() -> ApiError:
+    """A 429: there is no room for another request now."""
+    headers = {"retry-after": "1"}
+    return ApiError(429, "too many requests: try again", code="overloaded", headers=headers)
 
 
 def internal(request_id: str) -> ApiError:
@@ -80,9 +85,9 @@ def internal(request_id: str) -> ApiError:
     return ApiError(500, f"the request failed (request id {request_id})", code="internal_error")
 
 
-def unavailable() -> ApiError:
+def unavailable(message: str) -> ApiError:
     """A 503: the engine is gone, or not there yet."""
-    return ApiError(503, "the engine is not available", code="engine_unavailable")
+    return ApiError(503, message, code="unavailable", headers={"retry-after": "5"})
 
 
 def error_response(error: ApiError) -> Response:

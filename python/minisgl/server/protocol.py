@@ -249,7 +249,7 @@ def check_logprobs(value: int | None, name: str) -> None:
 
 def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
     """The error with the field called as the client called it."""
-    if error.param in names:
-        new = names[error.param]
-        return InvalidRequestError(str(error).replace(error.param, new), new)
-    return error
+    new = names.get(error.param or "")
+    if new is None or error.param is None:
+        return error
+    return InvalidRequestError(str(error).replace(error.param, new), new)

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import msgspec
 
-
 from .body import check_depth
 from .bounds import (
     MAX_MESSAGES,
@@ -281,5 +280,3 @@ def _plain_tool(function: Function) -> dict[str, Any]:
 def chat_logprobs(request: ChatRequest) -> int | None:
     """`SamplingParams.logprobs` of a chat request."""
     return (request.top_logprobs or 0) if request.logprobs else None
-
-

@@ -21,7 +21,6 @@ class CompletionRequest(Sampling):
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
     # Refused unless they ask for what is done anyway.
     best_of: Any = None
     suffix: Any = None
@@ -60,7 +59,6 @@ def check_completion(request: CompletionRequest) -> None:
     """Everything about a completion but its prompts; raises `ApiError`."""
     refuse(request, {"best_of": (1, request.n), "suffix": ("",)})
     check_logprobs(request.logprobs, "logprobs")
-    check_logprobs(request.prompt_logprobs, "prompt_logprobs")
 
 
 def prompts_of(request: CompletionRequest, n: int) -> list[Prompt]:

@@ -1,0 +1,180 @@
+"""Chat answers: from a checked request to deltas of content, reasoning and calls.
+
+May import the server's modules. Invariant: the deltas of a choice, joined, are its message, whether
+they are streamed or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+
+from minisgl.message import UserReply
+from minisgl.params import InvalidRequestError
+
+from .errors import from_invalid
+from .generation import Generation, server_of
+from .protocol import MAX_INT32, num_choices, renamed, routing, sampling_params
+from .protocol_chat import ChatRequest, chat_logprobs, check_chat, prompt_of, tools_of
+from .replies import CallDelta, ChunkChoice, Delta, FunctionDelta, chat_logprob
+
+
+@dataclass(slots=True)
+class ChatDelta:
+    """What a piece adds to the choice `index`; the last says why it ended."""
+
+    index: int
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Any] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (
+            self.content or self.reasoning or self.calls or self.logprobs or self.finish_reason
+        )
+
+
+class _Reader:
+    """Takes the pieces of one choice apart."""
+
+    def __init__(self, index: int, wants_logprobs: bool) -> None:
+        self._index = index
+        self._wants_logprobs = wants_logprobs
+
+    def read(self, reply: UserReply) -> ChatDelta:
+        delta = ChatDelta(self._index, reply.incremental_output)
+        if self._wants_logprobs:
+            delta.logprobs = [chat_logprob(position) for position in reply.logprobs]
+        if reply.finished and reply.finish_reason is not None:
+            delta.finish_reason = reply.finish_reason.value
+        return delta
+
+
+class Chat:
+    """One chat request under way."""
+
+    def __init__(self, generation: Generation, readers: list[_Reader]) -> None:
+        self.generation = generation
+        self._readers = readers
+
+    async def deltas(self) -> AsyncGenerator[ChatDelta, None]:
+        """The answer, piece by piece; raises `ApiError`."""
+        async with aclosing(self.generation.replies()) as replies:
+            async for i, reply in replies:
+                delta = self._readers[i].read(reply)
+                if not delta.is_empty:
+                    yield delta
+
+
+def open_chat(request: Request, body: ChatRequest) -> Chat:
+    """Check a chat request and make it ready to run; `ApiError` if it cannot."""
+    server = server_of(request)
+    model = server.model_name(body.model)
+    names = {"prompt": "messages" if body.messages is not None else "prompt"}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    check_chat(body)
+    n = num_choices(body)
+    try:
+        params = sampling_params(body, server.defaults(), MAX_INT32, logprobs=chat_logprobs(body))
+    except InvalidRequestError as error:
+        raise from_invalid(renamed(error, names)) from None
+    generation = Generation(
+        request,
+        model,
+        [prompt_of(body)],
+        params,
+        n=n,
+        names=names,
+        tools=tools_of(body),
+        template_args=body.chat_template_kwargs or {},
+        **routing(body),
+    )
+    return Chat(generation, [_Reader(i, bool(body.logprobs)) for i in range(n)])
+
+
+def chunk_choice(delta: ChatDelta, is_first: bool) -> ChunkChoice:
+    """A delta as a chunk tells it; the first of a choice says whose message it is."""
+    told = Delta()
+    if is_first:
+        told.role = "assistant"
+    if delta.content or is_first:
+        told.content = delta.content
+    if delta.reasoning:
+        told.reasoning_content = delta.reasoning
+    if delta.calls:
+        told.tool_calls = [_call_delta(call) for call in delta.calls]
+    logprobs = {"content": delta.logprobs, "refusal": None} if delta.logprobs else None
+    return ChunkChoice(delta.index, told, logprobs, delta.finish_reason)
+
+
+def _call_delta(call: Any) -> CallDelta:
+    if call.id is None:
+        return CallDelta(index=call.index, function=FunctionDelta(UNSET, call.arguments))
+    function = FunctionDelta(call.name, call.arguments)
+    return CallDelta(index=call.index, id=call.id, type="function", function=function)
+
+
+class Message:
+    """A choice while its deltas come in; `choice` is the whole of it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: list[dict[str, Any]] | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, delta: ChatDelta) -> None:
+        """Take in the next delta."""
+        self.content.append(delta.content)
+        self.reasoning.append(delta.reasoning)
+        self.finish_reason = delta.finish_reason
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        for call in delta.calls:
+            if call.id is not None:
+                function = {"name": call.name, "arguments": ""}
+                self.calls.append({"id": call.id, "type": "function", "function": function})
+            self.calls[call.index]["function"]["arguments"] += call.arguments
+
+    def choice(self) -> dict[str, Any]:
+        """The choice as an unstreamed answer has it."""
+        content = "".join(self.content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if self.calls and not content else content,
+            "refusal": None,
+        }
+        if reasoning := "".join(self.reasoning):
+            message["reasoning_content"] = reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        logprobs = None
+        if self.logprobs is not None:
+            logprobs = {"content": self.logprobs, "refusal": None}
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self.finish_reason,
+        }
+
+
+async def whole_messages(chat: Chat) -> list[Message]:
+    """All choices of a chat, complete."""
+    messages = [Message(i) for i in range(chat.generation.n)]
+    async with aclosing(chat.deltas()) as deltas:
+        async for delta in deltas:
+            messages[delta.index].add(delta)
+    return messages
