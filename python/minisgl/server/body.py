@@ -20,7 +20,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"unknown field `(.*)`$", re.DOTALL)
-_CLOSE = {"connection": "close"}  # the rest of the body is not read
 
 
 async def read_body(request: Request) -> bytes:
@@ -29,7 +28,6 @@ async def read_body(request: Request) -> bytes:
         413,
         f"the body is larger than {MAX_BODY_BYTES} bytes",
         code="body_too_large",
-        headers=_CLOSE,
     )
     length = request.headers.get("content-length", "0")
     if not length.isascii() or not length.isdigit() or int(length[:20]) > MAX_BODY_BYTES:
@@ -37,7 +35,7 @@ async def read_body(request: Request) -> bytes:
     try:
         return await asyncio.wait_for(_collect(request, too_large), MAX_BODY_SECONDS)
     except asyncio.TimeoutError:
-        raise ApiError(408, "the body took too long to arrive", headers=_CLOSE) from None
+        raise ApiError(408, "the body took too long to arrive") from None
     except ClientDisconnect:
         raise ApiError(499, "the client is gone") from None
 

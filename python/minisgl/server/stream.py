@@ -1,7 +1,7 @@
 """Answers over a connection that may go away: watched while they are made, streamed as events.
 
-May import `utils`, `server.bounds` and `server.errors`. Invariant: when the client is gone, or does
-not read, the work for it is cancelled and its generators are closed, which aborts its requests.
+May import `server.bounds` and `server.errors`. Invariant: when the client is gone, the work for it
+is cancelled and its generators are closed, which aborts its requests.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minisgl.utils import init_logger
-
-from .bounds import KEEP_ALIVE_SECONDS, MAX_SEND_SECONDS
+from .bounds import KEEP_ALIVE_SECONDS
 from .errors import ApiError, error_response
-
-logger = init_logger(__name__)
 
 T = TypeVar("T")
 
@@ -67,7 +63,7 @@ class EventStream(Response):
     """Server-sent events. An error before the first event is an ordinary answer with its status.
 
     events: whole events; closed at the end, whatever the reason. A comment is sent when nothing
-    else was for `KEEP_ALIVE_SECONDS`; a client that does not read for `MAX_SEND_SECONDS` is dropped.
+    else was for `KEEP_ALIVE_SECONDS`. A client that does not read is `connection`'s business.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
@@ -75,7 +71,7 @@ class EventStream(Response):
         self._events = events
         self._has_begun = False
         self._sent_at = 0.0
-        self._sending_since: float | None = None
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client is gone."""
@@ -110,24 +106,20 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
 
     async def _send(self, send: Send, data: bytes) -> None:
-        self._sent_at = self._sending_since = time.monotonic()
+        self._is_sending = True
         await self._begin(send)
         await send({"type": "http.response.body", "body": data, "more_body": True})
-        self._sending_since = None
+        self._is_sending, self._sent_at = False, time.monotonic()
 
     async def _watch(self, receive: Receive, send: Send) -> None:
-        """Ends when the client is gone or does not read."""
+        """Ends when the client is gone."""
         gone = asyncio.ensure_future(_gone(receive))
         self._sent_at = time.monotonic()
         try:
             while not gone.done():
                 await asyncio.wait({gone}, timeout=KEEP_ALIVE_SECONDS)
-                now = time.monotonic()
-                if self._sending_since is not None:
-                    if now - self._sending_since > MAX_SEND_SECONDS:
-                        logger.warning("a client is dropped: it does not read its answer")
-                        return
-                elif now - self._sent_at >= KEEP_ALIVE_SECONDS and not gone.done():
+                is_idle = time.monotonic() - self._sent_at >= KEEP_ALIVE_SECONDS
+                if is_idle and not self._is_sending and not gone.done():
                     await self._send(send, b": keep-alive\n\n")
         finally:
             await _cancel(gone)
