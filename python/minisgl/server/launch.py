@@ -146,16 +146,9 @@ async def _serve_until_over(server: Any, supervisor: Supervisor, sock: Any) -> N
 
 
 def _make_uvicorn(uvicorn: Any, app: Any) -> Any:
+    options = import_module("minisgl.server.connection").uvicorn_options()
     config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="auto",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=FLUSH_SECONDS,
+        app, **options, log_level="warning", timeout_graceful_shutdown=FLUSH_SECONDS
     )
     server = uvicorn.Server(config)
 
