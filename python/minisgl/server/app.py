@@ -20,7 +20,7 @@ from .frontend import Frontend, Unavailable
 from .generation import Server
 from .metrics import Metrics
 from .openapi import describe
-from .routes import chat, completions, operations, tokens
+from .routes import chat, completions, operations, responses, tokens
 
 
 def create_app(frontend: Frontend, args: ServerArgs) -> FastAPI:
@@ -28,7 +28,7 @@ def create_app(frontend: Frontend, args: ServerArgs) -> FastAPI:
     app = FastAPI(title="minisgl", version=__version__, docs_url=None, redoc_url=None)
     metrics = Metrics(lambda: frontend.stats)
     app.state.server = Server(frontend, args, metrics)
-    for module in (chat, completions, tokens, operations):
+    for module in (chat, completions, responses, tokens, operations):
         app.include_router(module.router)
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, _on_api_error)

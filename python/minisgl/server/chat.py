@@ -15,13 +15,30 @@ from msgspec import UNSET
 from starlette.requests import Request
 
 from minisgl.message import UserReply
-from minisgl.params import InvalidRequestError
+from minisgl.params import Constraint, FinishReason, InvalidRequestError
 
-from .errors import from_invalid
+from .errors import bad_request, from_invalid
 from .generation import Generation, server_of
-from .protocol import MAX_INT32, num_choices, renamed, routing, sampling_params
-from .protocol_chat import ChatRequest, chat_logprobs, check_chat, prompt_of, tools_of
+from .protocol import (
+    MAX_INT32,
+    constraint_of,
+    num_choices,
+    renamed,
+    routing,
+    sampling_params,
+)
+from .protocol_chat import (
+    ChatRequest,
+    NamedTool,
+    chat_logprobs,
+    check_chat,
+    prompt_of,
+    tools_of,
+)
+from .reasoning import ReasoningParser
 from .replies import CallDelta, ChunkChoice, Delta, FunctionDelta, chat_logprob
+from .tool_calls import ToolCallDelta, ToolCallParser
+from .tools import BARE, forced_call, format_of, knows_tools, spelled_out
 
 
 @dataclass(slots=True)
@@ -31,7 +48,7 @@ class ChatDelta:
     index: int
     content: str = ""
     reasoning: str = ""
-    calls: list[Any] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
     logprobs: list[dict[str, Any]] | None = None
     finish_reason: str | None = None
 
@@ -44,19 +61,55 @@ class ChatDelta:
 
 
 class _Reader:
-    """Takes the pieces of one choice apart."""
+    """Takes the pieces of one choice apart.
 
-    def __init__(self, index: int, wants_logprobs: bool) -> None:
+    reasoning, tools: what looks for them in the text, if they may be there. is_single: all calls
+    but the first are left out.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        reasoning: ReasoningParser | None,
+        tools: ToolCallParser | None,
+        *,
+        has_logprobs: bool,
+        is_single: bool,
+    ) -> None:
         self._index = index
-        self._wants_logprobs = wants_logprobs
+        self._reasoning = reasoning
+        self._tools = tools
+        self._has_logprobs = has_logprobs
+        self._is_single = is_single
 
     def read(self, reply: UserReply) -> ChatDelta:
+        """The delta of the choice's next piece."""
         delta = ChatDelta(self._index, reply.incremental_output)
-        if self._wants_logprobs:
+        if self._reasoning is not None:
+            self._split_reasoning(self._reasoning, delta, reply.finished)
+        if self._tools is not None:
+            self._split_calls(self._tools, delta, reply.finished)
+        if self._has_logprobs:
             delta.logprobs = [chat_logprob(position) for position in reply.logprobs]
         if reply.finished and reply.finish_reason is not None:
-            delta.finish_reason = reply.finish_reason.value
+            has_calls = self._tools is not None and self._tools.num_calls
+            is_call = has_calls and reply.finish_reason is FinishReason.STOP
+            delta.finish_reason = "tool_calls" if is_call else reply.finish_reason.value
         return delta
+
+    @staticmethod
+    def _split_reasoning(parser: ReasoningParser, delta: ChatDelta, is_last: bool) -> None:
+        delta.reasoning, delta.content = parser.push(delta.content)
+        if is_last:
+            reasoning, content = parser.flush()
+            delta.reasoning += reasoning
+            delta.content += content
+
+    def _split_calls(self, parser: ToolCallParser, delta: ChatDelta, is_last: bool) -> None:
+        pieces = [parser.push(delta.content), *([parser.flush()] if is_last else [])]
+        delta.content = "".join(piece.content for piece in pieces)
+        calls = [call for piece in pieces for call in piece.calls]
+        delta.calls = [call for call in calls if not (self._is_single and call.index)]
 
 
 class Chat:
@@ -75,31 +128,64 @@ class Chat:
                     yield delta
 
 
-def open_chat(request: Request, body: ChatRequest) -> Chat:
+async def open_chat(request: Request, body: ChatRequest) -> Chat:
     """Check a chat request and make it ready to run; `ApiError` if it cannot."""
     server = server_of(request)
     model = server.model_name(body.model)
+    check_chat(body)
+    n = num_choices(body)
+    prompt, tools = prompt_of(body), tools_of(body)
+    template = server.frontend.info.tool_template or server.frontend.info.chat_template
+    forced = _forced_call(body, tools)
+    if not isinstance(prompt, str) and not knows_tools(template):
+        prompt = spelled_out(prompt, tools)
     names = {"prompt": "messages" if body.messages is not None else "prompt"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    check_chat(body)
-    n = num_choices(body)
     try:
-        params = sampling_params(body, server.defaults(), MAX_INT32, logprobs=chat_logprobs(body))
+        params = sampling_params(
+            body, server.defaults(), MAX_INT32, logprobs=chat_logprobs(body), **forced
+        )
     except InvalidRequestError as error:
         raise from_invalid(renamed(error, names)) from None
+    args = body.chat_template_kwargs or {}
     generation = Generation(
         request,
         model,
-        [prompt_of(body)],
+        [prompt],
         params,
         n=n,
         names=names,
-        tools=tools_of(body),
-        template_args=body.chat_template_kwargs or {},
+        tools=tools if knows_tools(template) else None,
+        template_args=args,
         **routing(body),
     )
-    return Chat(generation, [_Reader(i, bool(body.logprobs)) for i in range(n)])
+    may_reason = body.messages is not None and params.constraint is None
+    is_inside = await server.opens_reasoning(args) if may_reason else None
+    style = BARE if forced else format_of(template)
+    called = [tool["function"]["name"] for tool in tools or ()]
+    readers = [
+        _Reader(
+            i,
+            None if is_inside is None else ReasoningParser(starts_inside=is_inside),
+            ToolCallParser(style, called) if tools else None,
+            has_logprobs=bool(body.logprobs),
+            is_single=body.parallel_tool_calls is False,
+        )
+        for i in range(n)
+    ]
+    return Chat(generation, readers)
+
+
+def _forced_call(body: ChatRequest, tools: list[dict[str, Any]] | None) -> dict[str, Constraint]:
+    """The field of `SamplingParams` that makes the model call, if it must."""
+    choice = body.tool_choice
+    if not tools or choice in (None, "auto", "none"):
+        return {}
+    if constraint_of(body) is not None:
+        raise bad_request("a forced call leaves no room for another constraint", "tool_choice")
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    return {"constraint": forced_call(tools, name)}
 
 
 def chunk_choice(delta: ChatDelta, is_first: bool) -> ChunkChoice:
@@ -117,10 +203,10 @@ def chunk_choice(delta: ChatDelta, is_first: bool) -> ChunkChoice:
     return ChunkChoice(delta.index, told, logprobs, delta.finish_reason)
 
 
-def _call_delta(call: Any) -> CallDelta:
+def _call_delta(call: ToolCallDelta) -> CallDelta:
     if call.id is None:
         return CallDelta(index=call.index, function=FunctionDelta(UNSET, call.arguments))
-    function = FunctionDelta(call.name, call.arguments)
+    function = FunctionDelta(call.name or "", call.arguments)
     return CallDelta(index=call.index, id=call.id, type="function", function=function)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -27,11 +28,14 @@ from .errors import ApiError, failure, from_invalid, unavailable
 from .frontend import Frontend, RequestFailed, Unavailable
 from .metrics import Metrics
 from .protocol import check_model, renamed
+from .reasoning import prompt_opens_reasoning, template_reasons
 from .replies import CachedTokens, Reply, Usage
 
 logger = init_logger(__name__)
 
+MAX_TEMPLATE_VARIANTS = 64
 FINGERPRINT = f"minisgl-{__version__}"
+_PROBE = [{"role": "user", "content": "-"}]
 
 
 @dataclass(slots=True)
@@ -42,6 +46,7 @@ class Server:
     args: ServerArgs
     metrics: Metrics
     created: int = field(default_factory=lambda: int(time.time()))
+    _opening: dict[str, bool] = field(default_factory=dict)  # by template arguments
 
     def defaults(self) -> SamplingParams:
         """How to sample where a request is silent."""
@@ -51,6 +56,22 @@ class Server:
         """The name that answers carry: the one asked for, if it is served; else `ApiError` 404."""
         check_model(asked, self.args.served_model_name)
         return asked or self.frontend.info.name
+
+    async def opens_reasoning(self, template_args: dict[str, Any]) -> bool | None:
+        """Whether the template opens the tag of reasoning; None if the model does not reason."""
+        if not template_reasons(self.frontend.info.chat_template):
+            return None
+        key = json.dumps(template_args, sort_keys=True)
+        if key not in self._opening:
+            try:
+                ids = await self.frontend.tokenize(_PROBE, template_args=template_args)
+                prompt = await self.frontend.detokenize(ids)
+            except RequestFailed:
+                return False  # the request itself will tell why
+            if len(self._opening) >= MAX_TEMPLATE_VARIANTS:
+                self._opening.clear()
+            self._opening[key] = prompt_opens_reasoning(prompt)
+        return self._opening[key]
 
 
 def server_of(request: Request) -> Server:

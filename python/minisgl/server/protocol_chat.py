@@ -35,6 +35,7 @@ class Part(Strict):
     input_audio: Any = None
     file: Any = None
     annotations: Any = None
+    logprobs: Any = None
 
 
 class CalledFunction(Strict):

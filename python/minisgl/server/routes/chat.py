@@ -27,7 +27,7 @@ async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     body = await read_json(request, CHAT_DECODER)
     has_usage = wants_usage(body)
-    chat = open_chat(request, body)
+    chat = await open_chat(request, body)
     if body.stream:
         return EventStream(_chunks(chat, has_usage))
     answer = await while_connected(request.receive, _answer(chat))
