@@ -213,6 +213,7 @@ class ScriptedFrontend(Base):
             self.ended.set()
 
     async def tokenize(self, text: Any, **options: Any) -> list[int]:
+        text = text if isinstance(text, str) else "".join(m["content"] for m in text)
         return list(text.encode())
 
     async def detokenize(self, token_ids: Sequence[int], **options: Any) -> str:

@@ -6,6 +6,7 @@ they are streamed or not.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -108,8 +109,13 @@ class _Reader:
     def _split_calls(self, parser: ToolCallParser, delta: ChatDelta, is_last: bool) -> None:
         pieces = [parser.push(delta.content), *([parser.flush()] if is_last else [])]
         delta.content = "".join(piece.content for piece in pieces)
-        calls = [call for piece in pieces for call in piece.calls]
-        delta.calls = [call for call in calls if not (self._is_single and call.index)]
+        for call in (call for piece in pieces for call in piece.calls):
+            if self._is_single and call.index:
+                continue
+            if call.id is None and delta.calls and delta.calls[-1].index == call.index:
+                last = delta.calls.pop()
+                call = dataclasses.replace(last, arguments=last.arguments + call.arguments)
+            delta.calls.append(call)
 
 
 class Chat:

@@ -24,6 +24,8 @@ from .protocol_chat import (
     ToolCall,
 )
 
+Choice = Literal["none", "auto", "required"]
+
 
 class Item(Strict):
     """One item of the input: a message, a call, the output of one, or reasoning (left out)."""
@@ -129,9 +131,9 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     refuse(body, _NEUTRAL)
     text = body.text or TextOptions()
     refuse(text, {"verbosity": ("medium",)})
-    messages = (
-        [] if body.instructions is None else [Message(role="system", content=body.instructions)]
-    )
+    messages = []
+    if body.instructions is not None:
+        messages.append(Message(role="system", content=body.instructions))
     if isinstance(body.input, str):
         messages.append(Message(role="user", content=body.input))
     elif not body.input:
@@ -141,9 +143,6 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     else:
         for i, item in enumerate(body.input):
             _add(messages, item, f"input[{i}]")
-    choice = body.tool_choice
-    if isinstance(choice, FunctionChoice):
-        choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
     return ChatRequest(
         model=body.model,
         messages=messages,
@@ -152,7 +151,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         temperature=body.temperature,
         top_p=body.top_p,
         tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
-        tool_choice=choice,
+        tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=_format(text.format),
     )
@@ -192,6 +191,12 @@ def _tool(tool: FunctionTool) -> Tool:
         name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )
     return Tool(type="function", function=function)
+
+
+def _choice(choice: Choice | FunctionChoice | None) -> Choice | NamedTool | None:
+    if isinstance(choice, FunctionChoice):
+        return NamedTool(type="function", function=NamedFunction(name=choice.name))
+    return choice
 
 
 def _format(form: TextFormat | None) -> ResponseFormat | None:

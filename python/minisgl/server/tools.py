@@ -1,7 +1,8 @@
 """Tools where the sampler, or a chat template without them, has to be told.
 
-May import `params`, `server.errors` and `server.tool_calls`. Invariant: a request with tools reaches every model
-that can chat; one whose template does not know them reads of them in its system message.
+May import `params`, `server.errors` and `server.tool_calls`. Invariant: a request with tools
+reaches every model that can chat; one whose template does not know them reads of them in its
+system message.
 """
 
 from __future__ import annotations

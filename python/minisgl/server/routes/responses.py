@@ -130,8 +130,8 @@ class _Answer:
         }
         return self._event(f"response.{self.response['status']}", response=self.response)
 
-    def _event(self, name: str, **fields: Any) -> Event:
-        told = {"type": name, "sequence_number": self._number, **fields}
+    def _event(self, kind: str, /, **fields: Any) -> Event:
+        told = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return told
 
@@ -209,7 +209,7 @@ class _Answer:
         else:
             part = item["content"][0]
             name = f"response.{part['type']}.done"
-            more = {"logprobs": []} if part["type"] == "output_text" else {}
+            more = {key: part[key] for key in ("logprobs",) if key in part}
             events.append(self._event(name, **inside, text=part["text"], **more))
             events.append(self._part_event("done", dict(part)))
         item["status"] = "completed"
