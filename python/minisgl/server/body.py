@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -76,18 +77,17 @@ def _explained(message: str) -> ApiError:
 
 
 def check_depth(value: Any, param: str) -> None:
-    """A 400 if a JSON value is nested deeper than `MAX_JSON_DEPTH`."""
+    """A 400 if objects and lists are nested deeper than `MAX_JSON_DEPTH`."""
     level, depth = [value], 0
-    while level := [item for outer in level for item in _inside(outer)]:
+    while level := [item for item in level if isinstance(item, (dict, list))]:
         depth += 1
         if depth > MAX_JSON_DEPTH:
             raise bad_request(f"{param} is nested deeper than {MAX_JSON_DEPTH} levels", param)
+        level = [part for item in level for part in _parts(item)]
 
 
-def _inside(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else []
+def _parts(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 async def read_json(request: Request, decoder: msgspec.json.Decoder[T]) -> T:

@@ -114,12 +114,15 @@ _SAME_NAME = (
 )
 
 
-def refuse(request: msgspec.Struct, allowed: Mapping[str, Sequence[Any]]) -> None:
+def refuse(
+    request: msgspec.Struct, allowed: Mapping[str, Sequence[Any]], where: str = ""
+) -> None:
     """A 400 if a field that is not implemented holds anything but null or an `allowed` value."""
     for name, neutral in allowed.items():
         value = getattr(request, name)
         if value is not None and not any(value is v or value == v for v in neutral):
-            raise bad_request(f"{name} is not supported", name, "unsupported_field")
+            param = where + name
+            raise bad_request(f"{param} is not supported", param, "unsupported_field")
 
 
 def check_model(name: str | None, served: str | None) -> None:

@@ -183,7 +183,7 @@ def _plain(message: Message, where: str) -> dict[str, Any]:
     role = message.role
     if role not in ROLES:
         raise bad_request(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-    refuse(message, {"audio": (), "function_call": ()})
+    refuse(message, {"audio": (), "function_call": ()}, f"{where}.")
     plain: dict[str, Any] = {
         "role": "system" if role == "developer" else role,  # what templates call it
         "content": _text(message, where),

@@ -61,8 +61,8 @@ def check_completion(request: CompletionRequest) -> None:
     check_logprobs(request.logprobs, "logprobs")
 
 
-def prompts_of(request: CompletionRequest, n: int) -> list[Prompt]:
-    """The prompts of a completion, each a text or token ids."""
+def prompts_of(request: CompletionRequest, n: int, max_seq_len: int) -> list[Prompt]:
+    """The prompts of a completion, each a text or token ids that fit into the context."""
     given = request.prompt
     if given is None:
         raise bad_request("prompt is missing", "prompt")
@@ -80,15 +80,27 @@ def prompts_of(request: CompletionRequest, n: int) -> list[Prompt]:
     check_text(sum(len(prompt) for prompt in prompts if isinstance(prompt, str)), "prompt")
     for prompt in prompts:
         if not isinstance(prompt, str):
+            check_room(prompt, max_seq_len)
             check_ids(prompt, "prompt")
     return prompts
+
+
+def check_room(ids: list[Any], max_seq_len: int) -> None:
+    """A 400 if token ids fill the context; told here, a long list costs the engine nothing."""
+    if len(ids) >= max_seq_len:
+        raise bad_request(
+            f"the prompt has {len(ids)} tokens and the context holds {max_seq_len}, which leaves "
+            "no room for an answer",
+            "prompt",
+            "context_length_exceeded",
+        )
 
 
 def check_ids(ids: list[Any], param: str) -> None:
     """A 400 unless these are token ids of some vocabulary, at least one and not too many."""
     if not 1 <= len(ids) <= MAX_PROMPT_TOKENS:
         raise bad_request(f"{param} takes 1 to {MAX_PROMPT_TOKENS} token ids", param)
-    if not all(isinstance(token, int) for token in ids):
+    if set(map(type, ids)) != {int}:
         raise bad_request(f"{param} mixes token ids with other things", param)
     if min(ids) < 0 or max(ids) > MAX_INT32:
         raise bad_request(f"{param} has a token id that is in no vocabulary", param)

@@ -130,7 +130,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         )
     refuse(body, _NEUTRAL)
     text = body.text or TextOptions()
-    refuse(text, {"verbosity": ("medium",)})
+    refuse(text, {"verbosity": ("medium",)}, "text.")
     messages = []
     if body.instructions is not None:
         messages.append(Message(role="system", content=body.instructions))

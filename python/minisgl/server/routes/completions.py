@@ -28,6 +28,7 @@ from minisgl.server.protocol_completion import (
     Prompt,
     check_completion,
     check_ids,
+    check_room,
     prompts_of,
 )
 from minisgl.server.replies import TextChoice, TextLogprobs
@@ -55,7 +56,7 @@ async def _open(request: Request, body: CompletionRequest) -> _Completion:
     model = server.model_name(body.model)
     n = num_choices(body)
     check_completion(body)
-    prompts = prompts_of(body, n)
+    prompts = prompts_of(body, n, server.frontend.info.max_seq_len)
     only_echo = bool(body.echo) and body.max_tokens == 0
     if only_echo:
         body.max_tokens = 1  # the least that runs; it is not told
@@ -169,6 +170,7 @@ async def generate(request: Request) -> Response:
     if isinstance(body.prompt, str):
         check_text(len(body.prompt), "prompt")
     else:
+        check_room(body.prompt, server.frontend.info.max_seq_len)
         check_ids(body.prompt, "prompt")
     wants_usage(body)
     try:
