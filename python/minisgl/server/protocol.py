@@ -114,9 +114,7 @@ _SAME_NAME = (
 )
 
 
-def refuse(
-    request: msgspec.Struct, allowed: Mapping[str, Sequence[Any]], where: str = ""
-) -> None:
+def refuse(request: msgspec.Struct, allowed: Mapping[str, Sequence[Any]], where: str = "") -> None:
     """A 400 if a field that is not implemented holds anything but null or an `allowed` value."""
     for name, neutral in allowed.items():
         value = getattr(request, name)

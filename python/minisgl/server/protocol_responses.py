@@ -5,6 +5,7 @@ May import the protocol modules. Nothing is kept between requests: what came bef
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -102,6 +103,8 @@ class ResponsesRequest(Harmless):
     top_logprobs: Any = None
     truncation: Any = None
 
+
+_MESSAGE = re.compile(r"messages\[\d+\]\S*|messages")
 
 RESPONSES_DECODER = msgspec.json.Decoder(ResponsesRequest)
 
@@ -209,9 +212,11 @@ def _format(form: TextFormat | None) -> ResponseFormat | None:
 
 def renamed_param(error: ApiError) -> ApiError:
     """The error with its field called as this endpoint calls it."""
-    names = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
-    old = error.param
-    if old in names:
-        message = str(error).replace(old, names[old])
-        return ApiError(error.status, message, param=names[old], code=error.code)
+    param = error.param or ""
+    if param.startswith("messages"):  # their numbers are not those of the items
+        text = _MESSAGE.sub("an item of input", str(error))
+        return ApiError(error.status, text, param="input", code=error.code)
+    if param == "max_completion_tokens":
+        text = str(error).replace(param, "max_output_tokens")
+        return ApiError(error.status, text, param="max_output_tokens", code=error.code)
     return error
