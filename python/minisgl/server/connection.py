@@ -88,11 +88,6 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc, unused-ignore]
         if self._is_in_head and self._num_head_bytes > MAX_HEADER_BYTES:
             self.send_400_response("")
 
-    def on_message_begin(self) -> None:
-        """The first line of a request begins."""
-        super().on_message_begin()
-        self._num_head_bytes = 0
-
     def on_headers_complete(self) -> None:
         """The headers have come; how long the body takes is the route's business."""
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
