@@ -193,6 +193,14 @@ async def test_an_error_names_its_kind_and_field(world: World) -> None:
 
 
 @with_world
+async def test_what_cannot_travel_is_refused(world: World) -> None:
+    for text in ("\ud800", [2**70]):
+        with pytest.raises(RequestFailed) as caught:
+            await world.frontend.tokenize(text)
+        assert caught.value.kind is ErrorKind.INVALID
+
+
+@with_world
 async def test_the_death_of_the_engine_ends_all_that_waits(world: World) -> None:
     waiting = [asyncio.ensure_future(anext(world.submit())) for _ in range(3)]
     call = asyncio.ensure_future(world.frontend.tokenize("x"))

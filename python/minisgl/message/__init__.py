@@ -31,6 +31,7 @@ from .tokenizer import (
     EncodeMsg,
     TokenizeMsg,
 )
+from .wire import FromWire, to_wire
 
 __all__ = [
     "AbortBackendMsg",
@@ -50,6 +51,7 @@ __all__ = [
     "EngineStats",
     "ErrorReply",
     "ExitMsg",
+    "FromWire",
     "LoadProgress",
     "StartFailed",
     "TokenizeMsg",
@@ -57,5 +59,6 @@ __all__ = [
     "UserMsg",
     "UserReply",
     "VocabularyMsg",
+    "to_wire",
     "token_array",
 ]

@@ -26,11 +26,13 @@ from minisgl.message import (
     EngineReady,
     EngineStats,
     ErrorReply,
+    FromWire,
     LoadProgress,
     StartFailed,
     TokenizeMsg,
     TokenizerReady,
     UserReply,
+    to_wire,
 )
 from minisgl.params import ErrorKind, MinisglError
 from minisgl.utils import ZmqPushQueue, init_logger
@@ -136,10 +138,10 @@ class Frontend:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._progress = asyncio.Event()
         self._inbox: AsyncPullQueue[BaseFrontendMsg] = AsyncPullQueue(
-            inbox, True, BaseFrontendMsg.decoder
+            inbox, True, FromWire(BaseFrontendMsg)
         )
         self._tokenizers: list[ZmqPushQueue[BaseTokenizerMsg]] = [
-            ZmqPushQueue(addr, False, BaseTokenizerMsg.encoder) for addr in tokenizers
+            ZmqPushQueue(addr, False, to_wire) for addr in tokenizers
         ]
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
@@ -286,7 +288,11 @@ class Frontend:
 
     def _send(self, msg: Any) -> bool:
         """Whether the tokenizer's queue had room for it."""
-        has_room: bool = self._tokenizers[msg.uid % len(self._tokenizers)].try_put(msg)
+        try:
+            has_room: bool = self._tokenizers[msg.uid % len(self._tokenizers)].try_put(msg)
+        except (UnicodeEncodeError, OverflowError) as error:  # a lone surrogate, a huge number
+            message = "the request holds a text or a number that cannot be sent"
+            raise RequestFailed(ErrorKind.INVALID, message) from error
         return has_room
 
     async def _read(self) -> None:

@@ -28,12 +28,14 @@ from minisgl.message import (
     EncodeMsg,
     EncodeReply,
     ErrorReply,
+    FromWire,
     StartFailed,
     TokenizeMsg,
     TokenizerReady,
     UserMsg,
     UserReply,
     VocabularyMsg,
+    to_wire,
 )
 from minisgl.params import (
     ErrorKind,
@@ -221,14 +223,10 @@ def main() -> int:
     task = read_task()
     addresses, index = Addresses(task["folder"]), int(task["index"])
     end_with_parent(addresses.folder)
-    to_frontend: ZmqPushQueue[BaseFrontendMsg] = ZmqPushQueue(
-        addresses.frontend, False, BaseFrontendMsg.encoder
-    )
-    to_scheduler: ZmqPushQueue[BaseBackendMsg] = ZmqPushQueue(
-        addresses.scheduler, False, BaseBackendMsg.encoder
-    )
+    to_frontend: ZmqPushQueue[BaseFrontendMsg] = ZmqPushQueue(addresses.frontend, False, to_wire)
+    to_scheduler: ZmqPushQueue[BaseBackendMsg] = ZmqPushQueue(addresses.scheduler, False, to_wire)
     inbox: ZmqPullQueue[BaseTokenizerMsg] = ZmqPullQueue(
-        addresses.tokenizer(index), True, BaseTokenizerMsg.decoder
+        addresses.tokenizer(index), True, FromWire(BaseTokenizerMsg)
     )
     try:
         tokenizer = load_tokenizer(task["model"])
@@ -254,9 +252,9 @@ def main() -> int:
     while True:
         backend, frontend = worker.process(inbox.get_all(None))
         if backend:
-            to_scheduler.put(backend[0] if len(backend) == 1 else BatchBackendMsg(backend))
+            to_scheduler.put(BatchBackendMsg(backend))
         if frontend:
-            to_frontend.put(frontend[0] if len(frontend) == 1 else BatchFrontendMsg(frontend))
+            to_frontend.put(BatchFrontendMsg(frontend))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from minisgl.message import (
     BatchBackendMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
+    FromWire,
+    to_wire,
 )
 from minisgl.utils import ZmqPubQueue, ZmqPullQueue, ZmqPushQueue, ZmqSubQueue
 from minisgl.utils.process import Addresses
@@ -28,15 +30,15 @@ class PrimaryIO:
     def __init__(self, addresses: Addresses, num_tokenizers: int, num_ranks: int) -> None:
         self.before_receive: Callable[[bool], None] | None = None
         self._inbox: ZmqPullQueue[BaseBackendMsg] = ZmqPullQueue(
-            addresses.scheduler, True, BaseBackendMsg.decoder
+            addresses.scheduler, True, FromWire(BaseBackendMsg)
         )
         self._tokenizers: list[ZmqPushQueue[BaseTokenizerMsg]] = [
-            ZmqPushQueue(addresses.tokenizer(index), False, BaseTokenizerMsg.encoder)
+            ZmqPushQueue(addresses.tokenizer(index), False, to_wire)
             for index in range(num_tokenizers)
         ]
         self._ranks: ZmqPubQueue[BaseBackendMsg] | None = None
         if num_ranks > 1:
-            self._ranks = ZmqPubQueue(addresses.ranks, True, BaseBackendMsg.encoder)
+            self._ranks = ZmqPubQueue(addresses.ranks, True, to_wire)
             self._ranks.wait_for_subscribers(num_ranks - 1)
 
     def receive(self, blocking: bool) -> Sequence[BaseBackendMsg]:
@@ -68,7 +70,7 @@ class FollowerIO:
 
     def __init__(self, addresses: Addresses) -> None:
         self._rank_0: ZmqSubQueue[BaseBackendMsg] = ZmqSubQueue(
-            addresses.ranks, False, BaseBackendMsg.decoder
+            addresses.ranks, False, FromWire(BaseBackendMsg)
         )
 
     def receive(self, blocking: bool) -> Sequence[BaseBackendMsg]:

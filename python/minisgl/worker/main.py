@@ -22,6 +22,7 @@ from minisgl.message import (
     LoadProgress,
     StartFailed,
     VocabularyMsg,
+    to_wire,
 )
 from minisgl.params import MinisglError
 from minisgl.utils import ZmqPushQueue, init_logger
@@ -44,7 +45,7 @@ def main() -> int:
     addresses, rank = Addresses(task["folder"]), int(task["rank"])
     is_serving: list[bool] = []
     own_inbox: ZmqPushQueue[BaseBackendMsg] = ZmqPushQueue(  # connected while the socket is there
-        addresses.scheduler, False, BaseBackendMsg.encoder
+        addresses.scheduler, False, to_wire
     )
 
     def exit_in_order() -> None:
@@ -55,7 +56,7 @@ def main() -> int:
             own_inbox.put(ExitMsg())
 
     end_with_parent(addresses.folder, exit_in_order)
-    to_frontend: ToFrontend = ZmqPushQueue(addresses.frontend, False, BaseFrontendMsg.encoder)
+    to_frontend: ToFrontend = ZmqPushQueue(addresses.frontend, False, to_wire)
     try:
         serve = _start(task, addresses, to_frontend)
     except MinisglError as error:
