@@ -37,6 +37,7 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc, unused-ignore]
         self._sending: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._is_in_head = True
+        self._is_refused = False
 
     def _expect(self, seconds: float) -> None:
         """The client has so long for what comes next."""
@@ -80,6 +81,8 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc, unused-ignore]
 
     def data_received(self, data: bytes) -> None:
         """Bytes, of which those that are no headers yet count as headers."""
+        if self._is_refused:
+            return
         if self._is_in_head:
             if self._expecting is None:
                 self._expect(MAX_HEADER_SECONDS)
@@ -117,8 +120,9 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc, unused-ignore]
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP, or too much of it, in the shape of every other error."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
+        self._is_refused = True
         if self._num_head_bytes > MAX_HEADER_BYTES:
             error = ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
         else:
@@ -126,7 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):  # type: ignore[misc, unused-ignore]
         body = msgspec.json.encode(error.body)
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(_STATUS_LINES[error.status] + head % len(body) + body)
-        self.transport.close()
+        self.transport.write_eof()  # a reset would take the answer away from who still sends
         self._expect(MAX_LINGER_SECONDS)
 
 
