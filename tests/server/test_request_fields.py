@@ -323,6 +323,13 @@ def test_prompts_are_bounded_in_number_and_size() -> None:
     assert refused(COMPLETIONS, prompt=[half, half])["param"] == "prompt"
 
 
+def test_many_choices_of_a_large_request_are_refused() -> None:
+    prompt = "x" * (bounds.MAX_CHOICES_BYTES // bounds.MAX_CHOICES)
+    assert refused(COMPLETIONS, prompt=prompt, n=bounds.MAX_CHOICES)["param"] == "n"
+    assert refused(CHAT, user=prompt, n=bounds.MAX_CHOICES)["param"] == "n"
+    submitted(COMPLETIONS, prompt=prompt[:1000], n=bounds.MAX_CHOICES)
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
 def test_token_ids_that_leave_no_room_are_refused_with_both_numbers(path: str) -> None:
     submitted(path, prompt=[1] * 1023)

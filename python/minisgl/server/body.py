@@ -34,11 +34,13 @@ async def read_body(request: Request) -> bytes:
     if not length.isascii() or not length.isdigit() or int(length[:20]) > MAX_BODY_BYTES:
         raise too_large
     try:
-        return await asyncio.wait_for(_collect(request, too_large), MAX_BODY_SECONDS)
+        body = await asyncio.wait_for(_collect(request, too_large), MAX_BODY_SECONDS)
     except asyncio.TimeoutError:
         raise ApiError(408, "the body took too long to arrive") from None
     except ClientDisconnect:
         raise ApiError(499, "the client is gone") from None
+    request.state.num_body_bytes = len(body)
+    return body
 
 
 async def _collect(request: Request, too_large: ApiError) -> bytes:

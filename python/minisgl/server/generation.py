@@ -24,7 +24,8 @@ from minisgl.message import TokenizeMsg, UserReply
 from minisgl.params import MAX_SEED, InvalidRequestError, SamplingParams
 from minisgl.utils import init_logger
 
-from .errors import ApiError, failure, from_invalid, unavailable
+from .bounds import MAX_CHOICES_BYTES
+from .errors import ApiError, bad_request, failure, from_invalid, unavailable
 from .frontend import Frontend, RequestFailed, Unavailable
 from .metrics import Metrics
 from .protocol import check_model, renamed
@@ -120,6 +121,8 @@ class Generation:
         self._num_prompt: dict[int, tuple[int, int]] = {}  # of each prompt: tokens, cached ones
         self._num_generated = 0
         self.msgs: list[TokenizeMsg] = []
+        if n * request.state.num_body_bytes > MAX_CHOICES_BYTES:  # each choice carries a prompt
+            raise bad_request(f"n times the request is over {MAX_CHOICES_BYTES} bytes", "n")
         new_uid = self.server.frontend.new_uid
         for prompt in prompts:
             uids = [new_uid() for _ in range(n)]

@@ -250,7 +250,9 @@ def check_logprobs(value: int | None, name: str) -> None:
 
 def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
     """The error with the field called as the client called it."""
-    new = names.get(error.param or "")
-    if new is None or error.param is None:
+    old, message = error.param or "", str(error)
+    if old not in names:
         return error
-    return InvalidRequestError(str(error).replace(error.param, new), new)
+    if message.startswith(old):
+        message = names[old] + message.removeprefix(old)
+    return InvalidRequestError(message, names[old])

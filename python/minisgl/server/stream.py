@@ -1,7 +1,7 @@
 """Answers over a connection that may go away: watched while they are made, streamed as events.
 
-May import `server.bounds` and `server.errors`. Invariant: when the client is gone, the work for it
-is cancelled and its generators are closed, which aborts its requests.
+May import `utils`, `server.bounds` and `server.errors`. Invariant: when the client is gone, the work
+for it is cancelled and its generators are closed, which aborts its requests.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from minisgl.utils import init_logger
+
 from .bounds import KEEP_ALIVE_SECONDS
-from .errors import ApiError, error_response
+from .errors import ApiError, internal
+
+logger = init_logger(__name__)
 
 T = TypeVar("T")
 
@@ -75,7 +79,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client is gone."""
-        writer = asyncio.ensure_future(self._write(scope, receive, send))
+        writer = asyncio.ensure_future(self._write(scope, send))
         watch = asyncio.ensure_future(self._watch(receive, send))
         try:
             await asyncio.wait({writer, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -87,15 +91,17 @@ class EventStream(Response):
             await _cancel(writer, watch)
             await self._events.aclose()
 
-    async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _write(self, scope: Scope, send: Send) -> None:
         try:
             async for data in self._events:
                 await self._send(send, data)
-        except ApiError as error:
+        except Exception as error:
             if not self._has_begun:
-                self._has_begun = True
-                await error_response(error)(scope, receive, send)
-                return
+                raise  # becomes an ordinary answer
+            if not isinstance(error, ApiError):
+                request_id = scope["state"]["request_id"]
+                logger.exception("%s failed", request_id)
+                error = internal(request_id)
             await self._send(send, event(error.body))
         await self._begin(send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
