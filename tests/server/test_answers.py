@@ -331,6 +331,17 @@ def test_a_conversation_of_items_is_the_same_conversation() -> None:
     assert messages[3]["tool_call_id"] == "c1"
 
 
+def test_metadata_come_back_unless_they_are_too_deep_to_tell() -> None:
+    body = {"input": "x", "metadata": {"a": "b"}}
+    assert ask(ScriptedFrontend(), RESPONSES, body).json()["metadata"] == {"a": "b"}
+    for depth in (100, 600, 900):
+        deep: Any = []
+        for _ in range(depth):
+            deep = [deep]
+        response = ask(ScriptedFrontend(), RESPONSES, {"input": "x", "metadata": deep})
+        assert (response.status_code, error_of(response)["param"]) == (400, "metadata")
+
+
 def test_a_response_that_is_cut_is_incomplete() -> None:
     cut = UserReply(1, "x", True, FinishReason.LENGTH, [1], 3, 0)
     answer = ask(ScriptedFrontend(cut), RESPONSES, {"input": "x"}).json()

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from .body import check_depth
 from .bounds import MAX_MESSAGES
 from .errors import ApiError, bad_request
 from .protocol import Harmless, JsonSchema, ResponseFormat, StreamOptions, Strict, refuse
@@ -132,6 +133,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
             "unsupported_field",
         )
     refuse(body, _NEUTRAL)
+    check_depth(body.metadata, "metadata")  # it is told back
     text = body.text or TextOptions()
     refuse(text, {"verbosity": ("medium",)}, "text.")
     messages = []

@@ -1,7 +1,7 @@
 """Answers over a connection that may go away: watched while they are made, streamed as events.
 
-May import `utils`, `server.bounds` and `server.errors`. Invariant: when the client is gone, the work
-for it is cancelled and its generators are closed, which aborts its requests.
+May import `utils`, `server.bounds` and `server.errors`. Invariant: when the client is gone, the
+work for it is cancelled and its generators are closed, which aborts its requests.
 """
 
 from __future__ import annotations
