@@ -17,6 +17,7 @@ from minisgl.config import SchedulerConfig, ServerArgs
 from minisgl.utils.process import END_SECONDS, Addresses, make_socket_folder, start_child
 
 POLL_SECONDS = 0.02
+FORCED_END_SECONDS = 0.2
 
 
 class Children:
@@ -70,12 +71,12 @@ class Children:
         codes = {name: process.poll() for name, process in self._processes.items()}
         return {name: _ending(code) for name, code in codes.items() if code is not None}
 
-    def stop(self, seconds: float = END_SECONDS + 1) -> None:
-        """End all of them, by force after `seconds`, and remove their sockets."""
+    def stop(self, *, in_order: bool) -> None:
+        """End all of them and remove their sockets; unless `in_order` by force, very soon."""
         for process in self._processes.values():
             if process.stdin is not None and not process.stdin.closed:
                 process.stdin.close()
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + (END_SECONDS + 1 if in_order else FORCED_END_SECONDS)
         while time.monotonic() < deadline and len(self.dead()) < len(self._processes):
             time.sleep(POLL_SECONDS)
         for process in self._processes.values():

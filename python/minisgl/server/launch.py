@@ -53,15 +53,17 @@ def serve(
         name = args.served_model_name or model.name
         args = dataclasses.replace(args, model_path=str(model.path), revision=None)
         children = Children(args, engine)
+        code = 1
         try:
             children.start()
             uvicorn, uvloop = import_module("uvicorn"), import_module("uvloop")
             module, _, function = app.partition(":")
             make_app = getattr(import_module(module), function)
             server = _Server(args, name, children, sock, on_progress, on_ready)
-            return int(uvloop.run(server.run(uvicorn, make_app)))
+            code = int(uvloop.run(server.run(uvicorn, make_app)))
+            return code
         finally:
-            children.stop()
+            children.stop(in_order=code == 0)
 
 
 def _take_port(host: str, port: int) -> socket.socket:

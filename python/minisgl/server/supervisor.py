@@ -41,7 +41,7 @@ class Supervisor:
     def on_signal(self) -> None:
         """SIGTERM or SIGINT: end in good order; the second time at once."""
         if self._signalled.is_set():
-            self._children.stop(0)
+            self._children.stop(in_order=False)
             os._exit(0)
         self._signalled.set()
         self._frontend.refuse_requests()
