@@ -112,6 +112,9 @@ class _Server:
     async def run(self, uvicorn: Any, make_app: Callable[[Frontend, ServerArgs], Any]) -> int:
         """Wait for the children, serve, and end; the exit code."""
         args, addresses = self._args, self._children.addresses
+        supervisor: Supervisor  # exists when the loop calls it
+        for name in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(name, lambda: supervisor.on_signal())
         frontend = Frontend(
             addresses.frontend,
             [addresses.tokenizer(index) for index in range(args.num_tokenizer)],
@@ -119,9 +122,6 @@ class _Server:
             self._on_progress,
         )
         supervisor = Supervisor(frontend, self._children, args.drain_seconds)
-        loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(name, supervisor.on_signal)
         try:
             if not await supervisor.start():
                 return 0

@@ -47,6 +47,11 @@ def _open(kind: int, addr: str, create: bool, context: zmq.Context[Any] | None =
     return socket
 
 
+def deliver_and_close() -> None:
+    """When all queues of this process are stopped: wait until what was put is on its way."""
+    zmq.Context.instance().term()
+
+
 class _SendingEnd(Generic[T]):
     kind: int
 

@@ -26,6 +26,7 @@ from minisgl.message import (
 )
 from minisgl.params import MinisglError
 from minisgl.utils import ZmqPushQueue, init_logger
+from minisgl.utils.mp import deliver_and_close
 from minisgl.utils.process import Addresses, end_with_parent, read_task
 
 from .io import FollowerIO, PrimaryIO
@@ -66,6 +67,9 @@ def main() -> int:
     is_serving.append(True)
     code = serve()
     own_inbox.stop()
+    if code == STEP_FAILED:  # at once, for all streams wait: torch takes its time to end in order
+        deliver_and_close()
+        os._exit(code)
     return code
 
 
