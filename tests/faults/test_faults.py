@@ -10,9 +10,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -22,6 +23,7 @@ from minisgl.utils.mp import MAX_MESSAGE_BYTES
 from tests.llm.tiny import write_model
 from tests.server.harness import Server, Stream, is_alive, running, wait_until
 
+slow = pytest.mark.slow  # each starts a server; those without it are one of each kind
 SLOW_STEPS = {"SIM_SECONDS": "0.02"}
 
 
@@ -75,9 +77,15 @@ FATAL = {
     "a forward raises on one rank only": (send("#raise1"), 2),
     "the scheduler ends by itself in a step": (send("#exit"), 1),
 }
+QUICK = ("kill -9 of the scheduler", "a forward raises on one rank only")
 
 
-@pytest.mark.parametrize("name", FATAL)
+def some_slow(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
+    """All names; those that are not in `quick` are marked slow."""
+    return [name if name in quick else pytest.param(name, marks=slow) for name in names]
+
+
+@pytest.mark.parametrize("name", some_slow(FATAL, QUICK))
 def test_a_fatal_fault_ends_everything_and_says_so(
     name: str, tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -221,6 +229,7 @@ def test_sigterm_lets_what_runs_finish_and_takes_nothing_new(
         assert server.end() == 0
 
 
+@slow
 def test_what_outlasts_the_drain_gets_an_error(tmp_path: Path, tiny_model: Path) -> None:
     with running(tmp_path, tiny_model, env=SLOW_STEPS, drain_seconds=0.3) as server:
         streams = open_streams(server)
@@ -284,7 +293,9 @@ def ended(server: Server) -> int:
         server.kill_all()
 
 
-@pytest.mark.parametrize("name", FAILING_STARTS)
+@pytest.mark.parametrize(
+    "name", some_slow(FAILING_STARTS, ("missing", "truncated weights", "load crash"))
+)
 def test_a_start_that_fails_says_why_in_one_line(name: str, tmp_path: Path) -> None:
     engine, fault, words = FAILING_STARTS[name]
     args = {"engine": engine} if engine else {"engine": "tests.server.simulated:make_engine"}
@@ -310,6 +321,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_loaded(
         assert len(server.stderr.splitlines()) == 1
 
 
+@slow
 def test_a_signal_while_loading_ends_it_at_once(tmp_path: Path, tiny_model: Path) -> None:
     args = {"model_path": str(tiny_model), "server_port": 0}
     args["engine"] = "tests.server.simulated:make_engine"
