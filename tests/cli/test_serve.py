@@ -1,4 +1,4 @@
-"""`minisgl serve`: every flag that users know becomes its field, without torch and without a server."""
+"""`minisgl serve`: every flag that users know becomes its field."""
 
 from __future__ import annotations
 
