@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from urllib.parse import urlparse
 
@@ -23,11 +24,33 @@ NUM_PAGES = 65536  # of the simulated engine
 REFERENCE = "ijklmno"  # what it answers to "hello"
 
 
+class Clock:
+    """Seconds that stand still while this process does: a machine may pause all of them."""
+
+    TICK = 0.01
+
+    def __init__(self) -> None:
+        self._num_ticks = 0
+        Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(self.TICK)
+            self._num_ticks += 1
+
+    def __call__(self) -> float:
+        """Seconds since the start, at most what the wall clock says."""
+        return self._num_ticks * self.TICK
+
+
+clock = Clock()
+
+
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
     """The first true value of `condition`, looked at often; an `AssertionError` after `seconds`."""
-    deadline = time.monotonic() + seconds
+    deadline = clock() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        assert clock() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.01)
     return value
 
@@ -142,9 +165,9 @@ class Server:
 
     def end(self, seconds: float = 15.0) -> int:
         """Wait for the end; the exit code. Checks that nothing is left behind."""
-        code = self.process.wait(seconds)
+        wait_until(lambda: self.process.poll() is not None, seconds, "the server has ended")
         assert list(self.sockets.iterdir()) == []
-        return code
+        return int(self.process.wait())
 
     def expect_sound(self) -> None:
         """What must hold after a fault that is survived: healthy, right, and nothing held."""

@@ -297,7 +297,11 @@ class Frontend:
 
     async def _read(self) -> None:
         while True:
-            self._take(await self._inbox.get())
+            msg = await self._inbox.get()
+            try:
+                self._take(msg)
+            except Exception:  # a bug of ours must not leave all other requests without replies
+                logger.exception("a %s could not be handled", type(msg).__name__)
 
     def _take(self, msg: BaseFrontendMsg) -> None:
         if isinstance(msg, BatchFrontendMsg):

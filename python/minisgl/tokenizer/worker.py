@@ -136,7 +136,12 @@ class TokenizerWorker:
             for item in msg.data:
                 self._one(item)
         elif isinstance(msg, TokenizeMsg):
-            self._submit(msg)
+            try:
+                self._submit(msg)
+            except Exception:  # a bug of ours: the other requests go on
+                logger.exception("request %d cannot be submitted", msg.uid)
+                self.answers.pop(msg.uid, None)
+                self._refuse(msg.uid, InvalidRequestError("the request cannot be submitted"))
         elif isinstance(msg, AbortMsg):
             self.answers.pop(msg.uid, None)
             self._to_scheduler.append(AbortBackendMsg(msg.uid))
