@@ -298,16 +298,14 @@ class Frontend:
     async def _read(self) -> None:
         while True:
             msg = await self._inbox.get()
-            try:
-                self._take(msg)
-            except Exception:  # a bug of ours must not leave all other requests without replies
-                logger.exception("a %s could not be handled", type(msg).__name__)
+            for item in msg.data if isinstance(msg, BatchFrontendMsg) else [msg]:
+                try:
+                    self._take(item)
+                except Exception:  # a bug of ours: the others still get their replies
+                    logger.exception("a %s could not be handled", type(item).__name__)
 
     def _take(self, msg: BaseFrontendMsg) -> None:
-        if isinstance(msg, BatchFrontendMsg):
-            for item in msg.data:
-                self._take(item)
-        elif isinstance(msg, UserReply):
+        if isinstance(msg, UserReply):
             self._take_reply(msg)
         elif isinstance(msg, ErrorReply):
             self._take_error(msg)
