@@ -38,6 +38,8 @@ from minisgl.params import ErrorKind, MinisglError
 from minisgl.utils import ZmqPushQueue, init_logger
 from minisgl.utils.mp import AsyncPullQueue
 
+from .unread import UnreadReplies
+
 logger = init_logger(__name__)
 
 MAX_OPEN_REQUESTS = 4096
@@ -134,7 +136,7 @@ class Frontend:
         self._state = State.STARTING
         self._reason: str | None = None
         self._uids = itertools.count(1)
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, UnreadReplies] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._progress = asyncio.Event()
         self._inbox: AsyncPullQueue[BaseFrontendMsg] = AsyncPullQueue(
@@ -269,11 +271,11 @@ class Frontend:
         }
         raise Unavailable(why[self._state])
 
-    def _open(self, msg: TokenizeMsg) -> _Stream:
+    def _open(self, msg: TokenizeMsg) -> UnreadReplies:
         self._check_open()
         if len(self._streams) >= MAX_OPEN_REQUESTS or not self._send(msg):
             raise RequestFailed(ErrorKind.OVERLOADED, "too many requests at a time")
-        stream = self._streams[msg.uid] = _Stream()
+        stream = self._streams[msg.uid] = UnreadReplies()
         return stream
 
     async def _call(self, msg: EncodeMsg | DecodeMsg) -> Any:
@@ -369,51 +371,3 @@ def _model_info(name: str, engine: EngineReady, tokenizer: TokenizerReady) -> Mo
         chat_template=tokenizer.chat_template,
         tool_template=tokenizer.tool_template,
     )
-
-
-class _Stream:
-    """The replies of one request that its consumer has not read: joined into one, or an error."""
-
-    __slots__ = ("_error", "_unread", "_waiter")
-
-    def __init__(self) -> None:
-        self._unread: UserReply | None = None
-        self._error: RequestFailed | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def num_unread(self) -> int:
-        """Tokens that wait to be read."""
-        return len(self._unread.token_ids) if self._unread else 0
-
-    def put(self, reply: UserReply) -> None:
-        """Add a reply to what is unread."""
-        unread = self._unread
-        if unread is None:
-            self._unread = reply
-        else:
-            unread.incremental_output += reply.incremental_output
-            unread.token_ids += reply.token_ids
-            unread.logprobs += reply.logprobs
-            unread.finished, unread.finish_reason = reply.finished, reply.finish_reason
-        self._wake()
-
-    def fail(self, error: RequestFailed) -> None:
-        """End with an error; what is unread is dropped."""
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def next(self) -> UserReply:
-        """Everything that is unread, as one reply; waits for it, or raises the error."""
-        if self._error is None and self._unread is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._error is not None:
-            raise self._error
-        reply, self._unread = self._unread, None
-        assert reply is not None
-        return reply
