@@ -7,8 +7,9 @@ a config that exists can be used; one that cannot raises `ConfigError` with the 
 
 from __future__ import annotations
 
+import ipaddress
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl.params import MAX_SEED, ConfigError, shown
@@ -23,6 +24,7 @@ MAX_TOKENS_OF_A_POOL = 2**31 - 1  # token locations are int32
 MAX_GRAPH_BATCH_SIZE = 65536
 MAX_THREADS = 256
 MAX_TOKENIZER_PROCESSES = 64
+MAX_CONCURRENT_REQUESTS = 65536
 
 
 def _require(condition: bool, message: str) -> None:
@@ -266,17 +268,60 @@ class SchedulerConfig(EngineConfig):
 
 @dataclass(frozen=True)
 class ServerArgs(SchedulerConfig):
-    """Where the server listens and how many tokenizer processes it starts."""
+    """Where the server listens, whom it answers, and how many tokenizer processes it starts.
+
+    api_key: what clients must send; without one, only loopback addresses may be bound, unless
+    `insecure_bind`. allowed_hosts: names besides localhost and addresses that a Host header may
+    have, "*" for any. cors_origins: web pages that may call, such as "https://example.org".
+    max_concurrent_requests: more are answered 429 at once. drain_seconds: after a SIGTERM, how long
+    what runs may still take.
+    """
 
     server_host: str = "127.0.0.1"
     server_port: int = 1919
     num_tokenizer: int = 1
     silent_output: bool = False
     served_model_name: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    insecure_bind: bool = False
+    max_concurrent_requests: int = 1024
+    drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_word("server_host", "--host", self.server_host)
         _check_int("server_port", "--port", self.server_port, 0, 65535)
         _check_int(
             "num_tokenizer", "--num-tokenizer", self.num_tokenizer, 1, MAX_TOKENIZER_PROCESSES
         )
+        _check_int(
+            "max_concurrent_requests",
+            "--max-concurrent-requests",
+            self.max_concurrent_requests,
+            1,
+            MAX_CONCURRENT_REQUESTS,
+        )
+        _check_float("drain_seconds", "--drain-seconds", self.drain_seconds, 86400.0)
+        if self.served_model_name is not None:
+            _check_word("served_model_name", "--served-model-name", self.served_model_name)
+        if self.api_key is not None:
+            key = self.api_key
+            is_key = isinstance(key, str) and key.isascii() and key.isprintable() and " " not in key
+            _require(is_key and bool(key), "api_key (--api-key) must be printable ASCII, no spaces")
+        _require(
+            self.api_key is not None or self.insecure_bind or is_loopback(self.server_host),
+            f"server_host (--host) {self.server_host} can be reached from other machines: give an "
+            "--api-key, or --insecure-bind to serve anybody",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name can be reached from this machine alone."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -40,8 +40,17 @@ def parse_optional_bool(text: str) -> bool | None:
 class EnvVar(Generic[T]):
     """One variable: its default, its parser, and the value in force."""
 
-    def __init__(self, name: str, default: T, parse: Callable[[str], T], help: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        default: T,
+        parse: Callable[[str], T],
+        help: str,
+        *,
+        is_secret: bool = False,
+    ) -> None:
         self.name = PREFIX + name
+        self.is_secret = is_secret
         self.default = default
         self.parse = parse
         self.help = help
@@ -80,6 +89,7 @@ class EnvVars:
         self.CACHE_DIR = EnvVar("CACHE_DIR", "", str, "where fetched models are kept")
         self.NUM_THREADS = EnvVar("NUM_THREADS", 0, _parse_count, "CPU threads, 0 for automatic")
         self.ISA = EnvVar("ISA", "", _parse_isa, "instruction set of the CPU kernels, empty: best")
+        self.API_KEY = EnvVar("API_KEY", "", str, "the server's API key", is_secret=True)
         for var in self.all():
             var.read()
 
@@ -89,7 +99,11 @@ class EnvVars:
 
     def describe(self) -> str:
         """One aligned line per variable: name, value in force, what it does."""
-        return "\n".join(f"{var.name:<36} {var.value!s:<10} {var.help}" for var in self.all())
+        shown = {True: "(secret)", False: ""}
+        values = [shown[bool(var.value)] if var.is_secret else str(var.value) for var in self.all()]
+        return "\n".join(
+            f"{var.name:<36} {value:<10} {var.help}" for var, value in zip(self.all(), values)
+        )
 
 
 def _parse_log_level(text: str) -> str:

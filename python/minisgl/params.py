@@ -18,6 +18,7 @@ from minisgl.utils.errors import (
     MessageError,
     MinisglError,
     ModelLoadError,
+    StartError,
     TokenizerError,
     UnsupportedModelError,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "ModelLoadError",
     "PositionLogprobs",
     "SamplingParams",
+    "StartError",
     "TokenizerError",
     "UnsupportedModelError",
     "shown",

@@ -24,9 +24,11 @@ from minisgl.message import (
     DetokenizeMsg,
     ErrorReply,
     ExitMsg,
+    FromWire,
     TokenizeMsg,
     UserMsg,
     UserReply,
+    to_wire,
 )
 from minisgl.message.codec import MAX_NESTING, Message, pack, unpack
 from minisgl.params import (
@@ -308,3 +310,62 @@ PLAIN = st.recursive(
 def test_any_value_in_any_field_decodes_or_is_an_error(value: Any, field: str) -> None:
     for data in (value, {**USER, field: value}, {"__type__": "BatchBackendMsg", "data": value}):
         decode_or_message_error(msgspec.msgpack.encode(data))
+
+
+# --- bytes for the queues -------------------------------------------------------------------------
+
+POSITION = PositionLogprobs(Logprob(5, -0.5, b"\xc3"), [Logprob(6, None)])
+
+
+@pytest.mark.parametrize(
+    ("message", "family"),
+    [
+        (BatchTokenizerMsg([]), BaseTokenizerMsg),
+        (
+            BatchTokenizerMsg(
+                [
+                    DetokenizeMsg(1, 5, False, logprobs=POSITION, prompt_logprobs=[POSITION]),
+                    DetokenizeMsg(2, 6, True, FinishReason.LENGTH),
+                    DetokenizeMsg(3, -1, True, FinishReason.ERROR, "why", ErrorKind.TIMEOUT, "p"),
+                ]
+                * 20
+            ),
+            BaseTokenizerMsg,
+        ),
+        (BatchTokenizerMsg([DetokenizeMsg(1, 5, False), AbortMsg(2)]), BaseTokenizerMsg),
+        (AbortMsg(2), BaseTokenizerMsg),
+        (
+            BatchFrontendMsg([UserReply(1, "é", True, FinishReason.STOP, [5], 3, 1, [POSITION])]),
+            BaseFrontendMsg,
+        ),
+        (BatchFrontendMsg([UserReply(1, "a", False), ErrorReply(2, "why")]), BaseFrontendMsg),
+        (BatchBackendMsg([AbortBackendMsg(1)]), BaseBackendMsg),
+    ],
+)
+def test_bytes_for_the_queues_come_back_as_the_message(message: Any, family: Any) -> None:
+    assert FromWire(family)(to_wire(message)) == message
+
+
+@pytest.mark.parametrize("family", [BaseTokenizerMsg, BaseFrontendMsg, BaseBackendMsg])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x90\x00",
+        b"\x91",
+        b"\x91\xc0",
+        b"\x91\x80",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc1",
+        b"\x01",
+    ],
+)
+def test_bytes_that_are_no_message_are_an_error(family: Any, data: bytes) -> None:
+    with pytest.raises(MessageError):
+        FromWire(family)(data)
+
+
+def test_a_field_of_a_wrong_type_in_a_list_is_an_error() -> None:
+    good = to_wire(BatchTokenizerMsg([DetokenizeMsg(1, 5, False)]))
+    with pytest.raises(MessageError, match="uid"):
+        FromWire(BaseTokenizerMsg)(good.replace(b"\xa3uid\x01", b"\xa3uid\xa11"))

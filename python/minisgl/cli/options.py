@@ -12,7 +12,7 @@ import logging
 import os
 from typing import Any
 
-from minisgl.config import GIB, SchedulerConfig
+from minisgl.config import GIB, DistributedInfo, SchedulerConfig
 from minisgl.env import ENV
 from minisgl.params import ConfigError, InvalidRequestError, SamplingParams
 
@@ -149,6 +149,26 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
     ),
 )
 
+_PROCESSES = (  # the same for `ServerArgs`; --tp-size becomes its `tp_info`
+    ("num_tokenizer", "--num-tokenizer --tokenizer-count", int, "N", "tokenizer processes"),
+    ("drain_seconds", "--drain-seconds", float, "S", "after SIGTERM, what runs has S (default 30)"),
+    (
+        "tp_size",
+        "--tp-size --tp --tensor-parallel-size",
+        int,
+        "N",
+        "share the model among N processes, each with its own device",
+    ),
+    ("moe_backend", "--moe-backend", str, "NAME", "for mixtures of experts, auto: what suits"),
+    (
+        "cuda_graph_max_bs",
+        "--cuda-graph-max-bs --graph",
+        int,
+        "N",
+        "capture CUDA graphs of up to N requests, 0: none",
+    ),
+)
+
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, shell: bool = False) -> None:
     """Add the flags of `SamplingParams`; `shell` takes its defaults from the environment."""
@@ -198,7 +218,7 @@ def add_chat_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that become arguments of `LLM`; what is not given stays out."""
+    """Add the flags that become arguments of `LLM`; unset stays out."""
     group = parser.add_argument_group("model and engine")
     group.add_argument(
         "--model",
@@ -217,6 +237,35 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
             help=text,
         )
     group.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
+
+
+def add_process_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a server's processes; what is not given stays out."""
+    group = parser.add_argument_group("processes")
+    for dest, flags, kind, metavar, text in _PROCESSES:
+        group.add_argument(
+            *flags.split(),
+            dest=dest,
+            type=kind,
+            metavar=metavar,
+            default=argparse.SUPPRESS,
+            help=text,
+        )
+    group.add_argument(
+        "--dummy-weight",
+        dest="use_dummy_weight",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="random weights in place of the model's, to measure without them",
+    )
+
+
+def process_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `ServerArgs` about its processes that were given."""
+    names = [*(name for name, *_ in _PROCESSES), "use_dummy_weight"]
+    options = {name: getattr(args, name) for name in names if name in args}
+    options["tp_info"] = DistributedInfo(0, options.pop("tp_size", 1))
+    return options
 
 
 def add_quiet_flag(parser: argparse.ArgumentParser) -> None:

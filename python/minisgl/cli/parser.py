@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from minisgl.cli.http_options import add_http_flags
 from minisgl.cli.options import (
     DEFAULT_MODEL,
     MODEL_HELP,
     add_chat_flags,
     add_engine_flags,
+    add_process_flags,
     add_quiet_flag,
     add_sampling_flags,
     check_sampling,
@@ -26,6 +28,7 @@ examples:
   minisgl chat                                 talk to it
   minisgl generate "Once upon a time"          continue a text
   minisgl generate --chat "Why is the sky blue?" --model path/to/model.gguf
+  minisgl serve                                serve it over HTTP
   minisgl inspect path/to/model.gguf           what it is, what it costs, what fits here
 
 `minisgl COMMAND --help` shows the flags and examples of one command."""
@@ -47,6 +50,12 @@ examples:
   echo "What is 2 + 2?" | minisgl chat
 
 Inside: /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the session."""
+
+SERVE_EXAMPLES = """\
+examples:
+  minisgl serve
+  minisgl serve --model Qwen/Qwen3-0.6B --port 8000 --served-model-name qwen
+  curl http://127.0.0.1:1919/v1/models"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,6 +81,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     argv = list(argv)
     if any(flag in argv for flag in ("--shell", "--shell-mode")) and argv[0].startswith("-"):
         argv = ["chat", *(arg for arg in argv if arg not in ("--shell", "--shell-mode"))]
+    elif argv and argv[0].split("=")[0] in ("--model", "--model-path"):
+        argv = ["serve", *argv]
     parser = build_parser()
     if not argv:
         parser.print_help()
@@ -94,6 +105,7 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_chat(commands)
+    _add_serve(commands)
     _add_demo(commands)
     _add_inspect(commands)
     return parser
@@ -151,6 +163,22 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     add_chat_flags(parser)
     add_quiet_flag(parser)
     add_sampling_flags(parser, shell=True)
+    add_engine_flags(parser)
+
+
+def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = commands.add_parser(
+        "serve",
+        usage="minisgl serve [options]",
+        help="serve a model over HTTP, as the OpenAI API does",
+        epilog=SERVE_EXAMPLES,
+        description="Serve a model over HTTP, as the OpenAI API does. The port opens when it "
+        "is loaded; SIGTERM and Ctrl-C let what runs finish.",
+    )
+    parser.set_defaults(module="minisgl.cli.serve")
+    add_quiet_flag(parser)
+    add_http_flags(parser)
+    add_process_flags(parser)
     add_engine_flags(parser)
 
 

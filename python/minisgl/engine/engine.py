@@ -77,6 +77,7 @@ class Engine:
         free_before = free_memory(self.device)
         self.model_path = resolve_model(config.model_path, config.revision).path
         self.model_config = load_model_config(self.model_path)
+        self._check_ranks()
         self.vocab_size = self.model_config.vocab_size
         self.dtype, self.kv_dtype = self._choose_dtypes()
         self._load_model(progress)
@@ -93,6 +94,16 @@ class Engine:
         if self.device.type == "cpu" and native.available():
             native.set_num_threads(num_threads)
         self.num_threads = num_threads
+
+    def _check_ranks(self) -> None:
+        """Every rank has the same number of heads; K and V heads may be in several."""
+        size, model = self.tp_info.size, self.model_config
+        heads, kv_heads = model.num_qo_heads, model.num_kv_heads
+        if heads % size or (kv_heads % size and size % kv_heads):
+            raise ConfigError(
+                f"size (--tp-size) {size} does not fit the model's {heads} attention heads and "
+                f"{kv_heads} heads of K and V: choose a number that divides both"
+            )
 
     def _choose_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """How float weights, and K and V, are stored: as asked, else the checkpoint's type.

@@ -11,15 +11,28 @@ from .backend import (
     ExitMsg,
     FlushMsg,
     UserMsg,
+    VocabularyMsg,
 )
-from .frontend import BaseFrontendMsg, BatchFrontendMsg, ErrorReply, UserReply
+from .codec import token_array
+from .frontend import (
+    BaseFrontendMsg,
+    BatchFrontendMsg,
+    DecodeReply,
+    EncodeReply,
+    ErrorReply,
+    UserReply,
+)
+from .status import EngineReady, EngineStats, LoadProgress, StartFailed, TokenizerReady
 from .tokenizer import (
     AbortMsg,
     BaseTokenizerMsg,
     BatchTokenizerMsg,
+    DecodeMsg,
     DetokenizeMsg,
+    EncodeMsg,
     TokenizeMsg,
 )
+from .wire import FromWire, to_wire
 
 __all__ = [
     "AbortBackendMsg",
@@ -30,11 +43,24 @@ __all__ = [
     "BatchBackendMsg",
     "BatchFrontendMsg",
     "BatchTokenizerMsg",
+    "DecodeMsg",
+    "DecodeReply",
     "DetokenizeMsg",
+    "EncodeMsg",
+    "EncodeReply",
+    "EngineReady",
+    "EngineStats",
     "ErrorReply",
     "ExitMsg",
     "FlushMsg",
+    "FromWire",
+    "LoadProgress",
+    "StartFailed",
     "TokenizeMsg",
+    "TokenizerReady",
     "UserMsg",
     "UserReply",
+    "VocabularyMsg",
+    "to_wire",
+    "token_array",
 ]

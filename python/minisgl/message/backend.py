@@ -53,3 +53,10 @@ class AbortBackendMsg(BaseBackendMsg):
     """End a request in whatever state it is; an unknown uid is remembered for a while."""
 
     uid: int
+
+
+@dataclass(eq=False)
+class VocabularyMsg(BaseBackendMsg):
+    """The first message of a scheduler's life: which ids end an answer."""
+
+    eos_token_ids: list[int]

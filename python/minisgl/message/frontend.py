@@ -48,3 +48,19 @@ class ErrorReply(BaseFrontendMsg):
     message: str
     param: str | None = None
     kind: ErrorKind = ErrorKind.FAILED
+
+
+@dataclass(eq=False)
+class EncodeReply(BaseFrontendMsg):
+    """The ids that an `EncodeMsg` asked for."""
+
+    uid: int
+    token_ids: list[int]
+
+
+@dataclass(eq=False)
+class DecodeReply(BaseFrontendMsg):
+    """The text that a `DecodeMsg` asked for."""
+
+    uid: int
+    text: str

@@ -66,3 +66,23 @@ class AbortMsg(BaseTokenizerMsg):
     """End a request; it takes the same road as its submit."""
 
     uid: int
+
+
+@dataclass(eq=False)
+class EncodeMsg(BaseTokenizerMsg):
+    """Asks for the ids of a text or of a list of chat messages; an `EncodeReply` answers."""
+
+    uid: int
+    text: str | list[Any]
+    add_special_tokens: bool = True
+    tools: list[dict[str, Any]] | None = None
+    template_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class DecodeMsg(BaseTokenizerMsg):
+    """Asks for the text of some ids; a `DecodeReply` answers."""
+
+    uid: int
+    token_ids: list[int]
+    skip_special_tokens: bool = False

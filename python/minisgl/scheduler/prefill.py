@@ -128,6 +128,8 @@ class PrefillAdder:
         demand = PageDemand.of_candidate(*lens, handle, cache.page_size, unused=unused)
         self.promised.append(demand)  # less the pages that were just restored
         row = self.table_manager.allocate()
+        if pending.num_cached_tokens is None:
+            pending.num_cached_tokens = handle.cached_len
         if (cached_len := handle.cached_len) > 0:
             self._write_tokens(pending, row, 0, cached_len)
             self.table_manager.page_table[row, :cached_len] = handle.get_matched_indices()

@@ -384,6 +384,9 @@ class Scheduler:
         req.append_host(token)
         reason = self._reason_to_stop(req, token)
         self._reply(req.uid, token, reason)
+        if req.num_ids == req.num_given + 1 and req.pending is not None:
+            self._outbox[-1].num_prompt_tokens = req.num_given
+            self._outbox[-1].num_cached_tokens = req.pending.num_cached_tokens or 0
         if reason is not None:
             self._end_req(req, reason)
         elif ends_prefill:  # the KV of tokens that are still in flight is not shared yet

@@ -21,6 +21,7 @@ class PendingReq:
     """A request in the queue. `chunked_req` holds what is computed of its prompt so far.
 
     One that was preempted has the `num_generated` tokens of its answer so far behind its prompt.
+    num_cached_tokens: how many were in the prefix cache when it was admitted for the first time.
     """
 
     uid: int
@@ -30,6 +31,7 @@ class PendingReq:
     salt: str = ""
     num_generated: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int | None = None
 
     @property
     def input_len(self) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.message import TokenizeMsg
-from minisgl.params import InvalidRequestError
+from minisgl.message import TokenizeMsg, token_array
+from minisgl.params import InvalidRequestError, MessageError
 from minisgl.utils import init_logger
 
 logger = init_logger(__name__)
@@ -34,7 +34,11 @@ class TokenizeManager:
 
     def _one(self, msg: TokenizeMsg) -> IdsOrError:
         try:
+            if isinstance(msg.text, list) and all(type(token) is int for token in msg.text):
+                return token_array(msg.text)
             ids = self.encode(msg.text, msg.tools, msg.template_args)
+        except MessageError as error:
+            return InvalidRequestError(str(error), "prompt")
         except InvalidRequestError as error:
             return error
         except Exception:  # a foreign tokenizer, or a bug of ours: it must not end the others

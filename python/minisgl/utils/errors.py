@@ -45,3 +45,7 @@ class MessageError(MinisglError, ValueError):
 
 class EngineError(MinisglError, RuntimeError):
     """A forward pass that failed; the requests in it end with this error."""
+
+
+class StartError(MinisglError, RuntimeError):
+    """The server could not start; the message says which part of it, and why."""

@@ -1,0 +1,42 @@
+"""`minisgl serve`: from flags to `ServerArgs` to a server. May import all below `cli`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+
+from minisgl.config import ServerArgs
+from minisgl.server.launch import serve
+
+from .http_options import http_options
+from .options import engine_options, process_options
+from .output import note
+from .progress import LiveLine
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal or a failure ends it."""
+    server_args = ServerArgs(
+        args.model, **engine_options(args), **process_options(args), **http_options(args)
+    )
+    if args.quiet:  # the children read it too
+        os.environ.setdefault("MINISGL_LOG_LEVEL", "WARNING")
+        logging.getLogger("minisgl").setLevel(os.environ["MINISGL_LOG_LEVEL"])
+    percent = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal percent
+        percent = 100 * done // max(total, 1)
+
+    def told() -> str:
+        return "starting" if percent < 0 else f"loading the model: {percent} %"
+
+    with LiveLine(told, not args.quiet) as line:
+
+        def ready(url: str) -> None:
+            line.close()
+            if not args.quiet:
+                note(f"minisgl serves {args.model} at {url} (Ctrl-C ends it)")
+
+        return serve(server_args, on_progress=progress, on_ready=ready)

@@ -1,0 +1,1 @@
+"""One module per endpoint: parse, run, answer. May import the server's modules."""

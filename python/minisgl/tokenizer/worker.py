@@ -1,0 +1,266 @@
+"""The tokenizer process: text to ids on the way in, ids to text on the way out.
+
+`python -m minisgl.tokenizer.worker` is started by the server. Everything that waits is taken in at
+once and leaves as one batch in each direction. Invariant: it holds state for a request from its
+submit to its end, and forgets it then, whichever way it ends; nothing that a stop string hides
+leaves. May import `params`, `message` and `utils`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from minisgl.message import (
+    AbortBackendMsg,
+    AbortMsg,
+    BaseBackendMsg,
+    BaseFrontendMsg,
+    BaseTokenizerMsg,
+    BatchBackendMsg,
+    BatchFrontendMsg,
+    BatchTokenizerMsg,
+    DecodeMsg,
+    DecodeReply,
+    DetokenizeMsg,
+    EncodeMsg,
+    EncodeReply,
+    ErrorReply,
+    FromWire,
+    StartFailed,
+    TokenizeMsg,
+    TokenizerReady,
+    UserMsg,
+    UserReply,
+    VocabularyMsg,
+    to_wire,
+)
+from minisgl.params import (
+    ErrorKind,
+    FinishReason,
+    InvalidRequestError,
+    Logprob,
+    MinisglError,
+    PositionLogprobs,
+)
+from minisgl.utils import ZmqPullQueue, ZmqPushQueue, init_logger
+from minisgl.utils.process import Addresses, end_with_parent, read_task
+
+from .detokenize import IncrementalDecoder, TokenBytes
+from .generation import sampling_defaults
+from .load import load_tokenizer
+from .stop import StopStringFilter
+from .tokenize import TokenizeManager
+
+logger = init_logger(__name__)
+
+
+class _Answer:
+    """One request's answer while it grows. Tokens leave with the text that they complete."""
+
+    __slots__ = ("_decoder", "_filter", "_held", "_num_cached", "_num_prompt", "uid")
+
+    def __init__(self, uid: int, tokenizer: Any, stops: Sequence[str]) -> None:
+        self.uid = uid
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._filter = StopStringFilter(stops) if stops else None
+        self._num_prompt = self._num_cached = 0
+        self._held: UserReply | None = None
+
+    def take(self, msg: DetokenizeMsg) -> UserReply | None:
+        """Add one token; the reply to send, None if its text is not certain yet."""
+        if msg.num_prompt_tokens and not self._num_prompt:
+            self._num_prompt, self._num_cached = msg.num_prompt_tokens, msg.num_cached_tokens
+        reply, self._held = self._held or self._new_reply(), None
+        reply.prompt_logprobs += msg.prompt_logprobs
+        text = ""
+        if msg.finish_reason is not FinishReason.STOP:
+            reply.token_ids.append(msg.next_token)
+            if msg.logprobs is not None:
+                reply.logprobs.append(msg.logprobs)
+            text = self._decoder.push(msg.next_token)
+        if msg.finished:
+            text += self._decoder.flush()
+            reply.finished, reply.finish_reason = True, msg.finish_reason
+        if self._filter is not None:
+            text = self._filter.push(text)
+            if self._filter.stopped:
+                reply.finished, reply.finish_reason = True, FinishReason.STOP
+            elif msg.finished:
+                text += self._filter.flush()
+        reply.incremental_output += text
+        if text or msg.finished or reply.finished:
+            return reply
+        self._held = reply
+        return None
+
+    def _new_reply(self) -> UserReply:
+        return UserReply(
+            self.uid,
+            "",
+            False,
+            num_prompt_tokens=self._num_prompt,
+            num_cached_tokens=self._num_cached,
+        )
+
+
+class TokenizerWorker:
+    """What the process does with messages, without its sockets.
+
+    tokenizer: of the model. `answers` holds the state of each request that has not ended.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.answers: dict[int, _Answer] = {}
+        self._manager = TokenizeManager(tokenizer)
+        self._bytes = TokenBytes(tokenizer)
+        self._to_scheduler: list[BaseBackendMsg] = []
+        self._to_frontend: list[BaseFrontendMsg] = []
+
+    def process(
+        self, messages: Iterable[BaseTokenizerMsg]
+    ) -> tuple[list[BaseBackendMsg], list[BaseFrontendMsg]]:
+        """Act on messages in order; what to send to the scheduler, and to the frontend."""
+        self._to_scheduler, self._to_frontend = [], []
+        for msg in messages:
+            self._one(msg)
+        return self._to_scheduler, self._to_frontend
+
+    def _one(self, msg: BaseTokenizerMsg) -> None:
+        if isinstance(msg, DetokenizeMsg):
+            self._detokenize(msg)
+        elif isinstance(msg, BatchTokenizerMsg):
+            for item in msg.data:
+                self._one(item)
+        elif isinstance(msg, TokenizeMsg):
+            try:
+                self._submit(msg)
+            except Exception:  # a bug of ours: the other requests go on
+                logger.exception("request %d cannot be submitted", msg.uid)
+                self.answers.pop(msg.uid, None)
+                self._refuse(msg.uid, InvalidRequestError("the request cannot be submitted"))
+        elif isinstance(msg, AbortMsg):
+            self.answers.pop(msg.uid, None)
+            self._to_scheduler.append(AbortBackendMsg(msg.uid))
+        elif isinstance(msg, (EncodeMsg, DecodeMsg)):
+            self._to_frontend.append(self._convert(msg))
+
+    def _submit(self, msg: TokenizeMsg) -> None:
+        ids = self._manager.tokenize([msg])[0]
+        if isinstance(ids, InvalidRequestError):
+            self._refuse(msg.uid, ids)
+            return
+        self.answers[msg.uid] = _Answer(msg.uid, self.tokenizer, msg.sampling_params.stop)
+        self._to_scheduler.append(
+            UserMsg(
+                msg.uid,
+                ids,
+                msg.sampling_params,
+                group=msg.group,
+                salt=msg.salt,
+                priority=msg.priority,
+                deadline=msg.deadline,
+            )
+        )
+
+    def _refuse(self, uid: int, error: InvalidRequestError) -> None:
+        self._to_frontend.append(ErrorReply(uid, str(error), error.param, ErrorKind.INVALID))
+
+    def _detokenize(self, msg: DetokenizeMsg) -> None:
+        answer = self.answers.get(msg.uid)
+        if answer is None:  # aborted, or stopped by a string, while this was on its way
+            return
+        if msg.error is not None:
+            del self.answers[msg.uid]
+            self._to_frontend.append(
+                ErrorReply(msg.uid, msg.error, msg.error_param, msg.error_kind)
+            )
+            return
+        reply = answer.take(msg)
+        if reply is None:
+            return
+        self._name_logprobs(reply)
+        self._to_frontend.append(reply)
+        if reply.finished:
+            del self.answers[msg.uid]
+            if not msg.finished:
+                self._to_scheduler.append(AbortBackendMsg(msg.uid))
+
+    def _name_logprobs(self, reply: UserReply) -> None:
+        """Fill in the bytes of each token that is told of."""
+        if reply.logprobs:
+            reply.logprobs = [self._named(position) for position in reply.logprobs]
+        if reply.prompt_logprobs:
+            reply.prompt_logprobs = [self._named(position) for position in reply.prompt_logprobs]
+
+    def _named(self, position: PositionLogprobs) -> PositionLogprobs:
+        return PositionLogprobs(
+            self._with_bytes(position.chosen), [self._with_bytes(one) for one in position.top]
+        )
+
+    def _with_bytes(self, logprob: Logprob) -> Logprob:
+        return replace(logprob, raw=self._bytes[logprob.token_id])
+
+    def _convert(self, msg: EncodeMsg | DecodeMsg) -> BaseFrontendMsg:
+        try:
+            if isinstance(msg, DecodeMsg):
+                text = self.tokenizer.decode(
+                    msg.token_ids, skip_special_tokens=msg.skip_special_tokens
+                )
+                return DecodeReply(msg.uid, text)
+            if isinstance(msg.text, str):
+                ids = self.tokenizer.encode(msg.text, add_special_tokens=msg.add_special_tokens)
+            else:
+                ids = self._manager.encode(msg.text, msg.tools, msg.template_args)
+            return EncodeReply(msg.uid, list(ids))
+        except InvalidRequestError as error:
+            return ErrorReply(msg.uid, str(error), error.param, ErrorKind.INVALID)
+        except Exception:
+            logger.exception("message %d cannot be converted", msg.uid)
+            return ErrorReply(msg.uid, "the text cannot be converted", None, ErrorKind.INVALID)
+
+
+def main() -> int:
+    """Load the model's tokenizer, tell everyone, and work until the parent is gone."""
+    task = read_task()
+    addresses, index = Addresses(task["folder"]), int(task["index"])
+    end_with_parent(addresses.folder)
+    to_frontend: ZmqPushQueue[BaseFrontendMsg] = ZmqPushQueue(addresses.frontend, False, to_wire)
+    to_scheduler: ZmqPushQueue[BaseBackendMsg] = ZmqPushQueue(addresses.scheduler, False, to_wire)
+    inbox: ZmqPullQueue[BaseTokenizerMsg] = ZmqPullQueue(
+        addresses.tokenizer(index), True, FromWire(BaseTokenizerMsg)
+    )
+    try:
+        tokenizer = load_tokenizer(task["model"])
+        defaults = sampling_defaults(task["model"]) if task["advice"] else {}
+    except MinisglError as error:
+        to_frontend.put(StartFailed(f"tokenizer {index}", str(error)))
+        to_frontend.stop()
+        return 1
+    eos = sorted(tokenizer.eos_token_ids)
+    if index == 0:
+        to_scheduler.put(VocabularyMsg(eos))
+    to_frontend.put(
+        TokenizerReady(
+            index,
+            eos,
+            tokenizer.vocab_size,
+            defaults,
+            tokenizer.chat_template,
+            tokenizer.tool_template,
+        )
+    )
+    worker = TokenizerWorker(tokenizer)
+    while True:
+        backend, frontend = worker.process(inbox.get_all(None))
+        if backend:
+            to_scheduler.put(BatchBackendMsg(backend))
+        if frontend:
+            to_frontend.put(BatchFrontendMsg(frontend))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
