@@ -1,0 +1,1 @@
+"""The HTTP server: protocol, routes, processes. Free of torch."""
