@@ -34,6 +34,8 @@ WAITS_FOR_PREFIX = "shared prefix"
 
 MAX_PREEMPTIONS = 3  # of one request; after that it starts only if its worst case fits
 
+MAX_PROMPT_LOGITS = 256  # prompt tokens of a step whose logits are kept until they are read
+
 PrefixKey: TypeAlias = tuple[str, bytes]  # the salt, the tokens from the start
 
 
@@ -136,13 +138,15 @@ class PrefillAdder:
     def _add_chunk(
         self, pending: PendingReq, handle: BaseCacheHandle | None, row: int, cached_len: int
     ) -> Req:
+        if pending.tells_prompt:
+            self.token_budget = min(self.token_budget, MAX_PROMPT_LOGITS)
         end = min(cached_len + self.token_budget, pending.input_len)
         self.token_budget -= end - cached_len
         self._write_tokens(pending, row, cached_len, end)
         if (key := self._prefix_key(pending, cached_len, end)) is not None:
             self.started.add(key)
         req_type = ChunkedReq if end < pending.input_len else Req
-        return req_type(
+        req = req_type(
             input_ids=pending.input_ids[:end],
             table_idx=row,
             cached_len=cached_len,
@@ -154,6 +158,10 @@ class PrefillAdder:
             num_generated=pending.num_generated,
             pending=pending,
         )
+        if pending.tells_prompt:
+            req.prompt_logprobs = pending.prompt_logprobs
+            req.next_id = int(pending.input_ids[end]) if end < pending.input_len else None
+        return req
 
     def _prefix_key(self, pending: PendingReq, cached_len: int, end: int) -> PrefixKey | None:
         """The prefix with the first `min_shared` tokens to compute; None if they go past `end`."""

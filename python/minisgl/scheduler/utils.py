@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 from minisgl.core import Batch, Req, SamplingParams
 
 if TYPE_CHECKING:
+    from minisgl.core import PositionLogprobs
+
     from .prefill import ChunkedReq
     from .protocols import ForwardOutputProtocol
 
@@ -30,6 +32,7 @@ class PendingReq:
     salt: str = ""
     num_generated: int = 0
     num_preemptions: int = 0
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
 
     @property
     def input_len(self) -> int:
@@ -40,6 +43,11 @@ class PendingReq:
     def output_len(self) -> int:
         """The most tokens it may still generate."""
         return self.sampling_params.max_tokens - self.num_generated
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the logits of its whole prompt are wanted, so that all of it is computed."""
+        return self.sampling_params.prompt_logprobs is not None
 
 
 # Integers where the scheduler works: an array on a CPU, else a tensor; both index and assign alike.

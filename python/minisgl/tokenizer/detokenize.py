@@ -9,10 +9,11 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from minisgl.message import DetokenizeMsg
-from minisgl.params import FinishReason
+from minisgl.params import FinishReason, PositionLogprobs
 from minisgl.utils import init_logger
 
 logger = init_logger(__name__)
@@ -185,12 +186,10 @@ class _SentencePieces:
         token = self._table.token(token_id)
         if token is None or token_id in self._skipped:
             return ""
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                self._run.append(int(token[3:5], 16))
-                return ""
-            except ValueError:
-                pass
+        byte = _fallback_byte(token)
+        if byte is not None:
+            self._run.append(byte)
+            return ""
         return self._strip(self._end_run() + token.replace(_SPACE, " "))
 
     def _end_run(self) -> str:
@@ -208,6 +207,51 @@ class _SentencePieces:
 
     def finish(self) -> str:
         return self._strip(self._end_run())
+
+
+class TokenBytes(dict[int, bytes]):
+    """The bytes that each id stands for, by id, worked out when first asked for.
+
+    Those of an answer join to its text; of a byte that is no character on its own, just that byte.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._table = None if backend is None else _TokenTable.of(backend)
+
+    def __missing__(self, token_id: int) -> bytes:
+        raw = self[token_id] = self._work_out(token_id)
+        return raw
+
+    def named(self, position: PositionLogprobs) -> PositionLogprobs:
+        """The same position with the bytes of each of its tokens."""
+        chosen, *top = (
+            replace(one, raw=self[one.token_id]) for one in (position.chosen, *position.top)
+        )
+        return PositionLogprobs(chosen, top)
+
+    def _work_out(self, token_id: int) -> bytes:
+        table = self._table
+        if table is not None and table.kind == "bytes":
+            return table.bytes_of(token_id)
+        if table is not None and table.kind == "sentencepiece":
+            token = table.token(token_id) or ""
+            byte = _fallback_byte(token)
+            return token.replace(_SPACE, " ").encode() if byte is None else bytes([byte])
+        text: str = self._tokenizer.decode([token_id])
+        return text.encode()
+
+
+def _fallback_byte(token: str) -> int | None:
+    """The byte that `<0x0A>` stands for, None if `token` is not of this form."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return int(token[3:5], 16)
+        except ValueError:
+            return None
+    return None
 
 
 class _GeneralPieces:
