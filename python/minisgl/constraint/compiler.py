@@ -83,7 +83,12 @@ def _grammar_of(constraint: Constraint) -> str:
     if kind == "json_object":
         return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)
     if kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(text, defaults=JSON_OPTIONS)
+        schema = json.loads(text)
+        if not isinstance(schema, dict) and schema is not True:
+            raise ValueError("a schema is a JSON object")
+        return LLMatcher.grammar_from_json_schema(
+            {} if schema is True else text, defaults=JSON_OPTIONS
+        )
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":

@@ -427,11 +427,15 @@ class Scheduler:
 
     def _end_if_complete(self, req: Req) -> None:
         """End an answer behind which its grammar allows nothing; its last token belongs to it."""
-        if req.sampling_params.constraint is None or req.finish_reason is not None:
-            return
-        if self.engine.matcher_of(req).is_complete_after(req.num_ids - req.num_given):
+        if req.finish_reason is None and self._is_complete(req):
             self._end_req(req, FinishReason.STOP)
             self._reply(req.uid, NO_TOKEN, FinishReason.STOP)
+
+    def _is_complete(self, req: Req) -> bool:
+        if req.sampling_params.constraint is None:
+            return False
+        num_generated = req.num_ids - req.num_given
+        return bool(self.engine.matcher_of(req).is_complete_after(num_generated))
 
     def _reason_to_stop(self, req: Req, token: int) -> FinishReason | None:
         params = req.sampling_params
@@ -440,7 +444,8 @@ class Scheduler:
         is_eos = heeds_eos and token in self._eos_token_ids
         if is_eos or token in params.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if req.num_ids >= req.max_device_len else None
+        is_full = req.num_ids >= req.max_device_len and not self._is_complete(req)
+        return FinishReason.LENGTH if is_full else None
 
     def _reply(
         self, uid: int, token: int, reason: FinishReason | None, error: str | None = None
