@@ -79,6 +79,14 @@ def test_the_bits_do_not_depend_on_neighbours_chunks_pages_threads_or_the_cache(
     assert told(llm, [PROMPT, *OTHERS], mixed) == expected
 
 
+def test_a_prompt_in_the_second_tier_is_told_all_the_same(make_llm: MakeLLM) -> None:
+    expected = told(make_llm(), [PROMPT], params())
+    llm = make_llm(num_page_override=64, kv_spill_bytes=1 << 20)
+    assert told(llm, [PROMPT], params()) == expected
+    llm.generate([[5] * 50], SamplingParams(max_tokens=4))  # pushes the prompt out of the pool
+    assert told(llm, [PROMPT], params()) == expected
+
+
 def test_no_step_holds_logits_of_more_prompt_tokens_than_the_bound(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

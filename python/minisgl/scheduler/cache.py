@@ -88,8 +88,7 @@ class CacheManager:
 
     def match_req(self, req: PendingReq) -> MatchResult:
         """The longest cached prefix of a prompt without its last token: one is always computed."""
-        length = 0 if req.tells_prompt else req.input_len - 1
-        return self.prefix_cache.match_prefix(req.input_ids[:length], req.salt)
+        return self.prefix_cache.match_prefix(req.input_ids[: req.match_len], req.salt)
 
     def lock(self, handle: BaseCacheHandle) -> None:
         """Protect a prefix from eviction."""

@@ -110,7 +110,7 @@ class PrefillAdder:
             return None
         cache = self.cache_manager
         handle = cache.match_req(pending).cuda_handle
-        key = self._prefix_key(pending, handle.cached_len, pending.input_len - 1)
+        key = self._prefix_key(pending, handle.cached_len, pending.match_len)
         if key is not None and (key in self.started or key in self.in_flight):
             self.waits_for = WAITS_FOR_PREFIX
             return None
@@ -126,7 +126,7 @@ class PrefillAdder:
             cache.unlock(handle)
             self.waits_for = WAITS_FOR_PAGES
             return None
-        handle = cache.restore(pending.input_ids[: pending.input_len - 1], handle, pending.salt)
+        handle = cache.restore(pending.input_ids[: pending.match_len], handle, pending.salt)
         demand = PageDemand.of_candidate(*lens, handle, cache.page_size, unused=unused)
         self.promised.append(demand)  # less the pages that were just restored
         row = self.table_manager.allocate()

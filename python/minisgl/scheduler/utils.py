@@ -46,8 +46,13 @@ class PendingReq:
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether the logits of its whole prompt are wanted, so that all of it is computed."""
+        """Whether the logits of its whole prompt are wanted."""
         return self.sampling_params.prompt_logprobs is not None
+
+    @property
+    def match_len(self) -> int:
+        """How many tokens may come from the cache: of the others the logits are wanted."""
+        return 0 if self.tells_prompt else self.input_len - 1
 
 
 # Integers where the scheduler works: an array on a CPU, else a tensor; both index and assign alike.
