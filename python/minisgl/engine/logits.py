@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from minisgl.core import Req
@@ -111,8 +112,11 @@ class MaskState:
         """Take every token out of one row `(vocab,)` that may not come, in place."""
         self.settle()
         if not self.matcher.is_complete:  # else the row is in flight for nobody
-            allowed = torch.from_numpy(self.matcher.mask()).to(logits.device)
-            logits.masked_fill_(~allowed, float("-inf"))
+            refused = ~self.matcher.mask()
+            if logits.is_cpu:  # torch's threads would spin beside those of the next forward
+                np.putmask(logits.numpy(), refused, -np.inf)
+            else:
+                logits.masked_fill_(torch.from_numpy(refused).to(logits.device), float("-inf"))
 
     def update(self, token: torch.Tensor) -> None:
         """Take in the token that was chosen, int `(1,)` on the device."""

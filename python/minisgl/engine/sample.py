@@ -89,7 +89,7 @@ class Sampler:
         An array where the native kernels chose them, else a tensor.
         """
         if args.processors:
-            logits = logits.clone()
+            logits = torch.from_numpy(logits.numpy().copy()) if self._is_native else logits.clone()
             for row, state in args.processors:
                 state.apply(logits[row])
         draws = [(*limits, uniform) for limits, uniform in zip(args.filters, self._uniform(args))]
