@@ -60,6 +60,12 @@ def test_only_what_was_asked_for_is_told(make_llm: MakeLLM) -> None:
     assert plain["token_ids"] == answers["token_ids"] == prompts["token_ids"]
 
 
+def test_a_prompt_is_told_to_one_that_asks_for_nothing_else(make_llm: MakeLLM) -> None:
+    only = SamplingParams(max_tokens=3, prompt_logprobs=3)
+    result = make_llm().generate([PROMPT], only)[0]
+    assert numbers(result["prompt_logprobs"]) == told(make_llm(), [PROMPT], params())[1]
+
+
 @pytest.mark.parametrize("disabled", [True, False], ids=["plain", "overlap"])
 @pytest.mark.parametrize(
     "fields",

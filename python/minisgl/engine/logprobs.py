@@ -76,7 +76,7 @@ def plan(reqs: Sequence[Req], device: torch.device) -> LogprobPlan | None:
     if found.prompts:
         found.wanted = torch.tensor(wanted, dtype=torch.int64, device=device)
         found.last = torch.tensor(last, dtype=torch.int64, device=device)
-    return found if found.answers or found.prompts else None
+    return found
 
 
 class StepLogprobs:

@@ -46,8 +46,8 @@ class PendingReq:
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether the logits of its whole prompt are wanted."""
-        return self.sampling_params.prompt_logprobs is not None
+        """Whether the logits of its whole prompt are wanted; after a preemption they are told."""
+        return self.sampling_params.prompt_logprobs is not None and not self.num_generated
 
     @property
     def match_len(self) -> int:
