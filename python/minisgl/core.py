@@ -17,11 +17,14 @@ import torch
 
 from minisgl.params import (
     ConfigError,
+    Constraint,
     EngineError,
     ErrorKind,
     FinishReason,
     InvalidRequestError,
+    Logprob,
     MinisglError,
+    PositionLogprobs,
     SamplingParams,
 )
 
@@ -34,12 +37,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "ConfigError",
+    "Constraint",
     "Context",
     "EngineError",
     "ErrorKind",
     "FinishReason",
     "InvalidRequestError",
+    "Logprob",
     "MinisglError",
+    "PositionLogprobs",
     "Req",
     "SamplingParams",
     "get_global_ctx",
@@ -82,6 +88,9 @@ class Req:
         self.cache_handle = cache_handle
         self.salt = salt
         self.pending = pending
+        # If its prompt is told: what is known of it, and the id that comes after a chunk of it.
+        self.prompt_logprobs: list[PositionLogprobs] = []
+        self.next_id: int | None = None
         self.finish_reason: FinishReason | None = None
         self.has_bad_kv = False
         assert 0 <= self.cached_len < self.device_len <= self.max_device_len, self

@@ -48,7 +48,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
-MAX_CONSTRAINT_CHARS = 1 << 18
+MAX_CONSTRAINT_CHARS = 1 << 16
 
 CONSTRAINT_KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 

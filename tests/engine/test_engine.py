@@ -195,7 +195,8 @@ def test_forward_and_sample_give_tokens_on_device_and_host(make_engine: MakeEngi
     logits = engine.forward(batch)
     output = engine.sample(batch, logits, args)
     assert isinstance(output, ForwardOutput)
-    assert ForwardOutput._fields == ("next_tokens_gpu", "next_tokens_cpu", "copy_done_event")
+    names = ("next_tokens_gpu", "next_tokens_cpu", "copy_done_event")
+    assert ForwardOutput._fields[:3] == names and output.logprobs is None
     output.copy_done_event.synchronize()
     assert output.next_tokens_cpu.tolist() == output.next_tokens_gpu.tolist()
     assert output.next_tokens_cpu.tolist() == [int(logits[0].argmax())]

@@ -123,6 +123,27 @@ def test_the_tiny_model_agrees_with_transformers_in_every_configuration(
     llm.cache_manager.check_integrity()
 
 
+def test_log_probabilities_of_prompt_and_answer_agree_with_transformers(
+    tiny_logits: Any, tiny_prompts: list[list[int]], make_llm: MakeLLM
+) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=4, prompt_logprobs=4)
+    results = make_llm(max_extend_tokens=50).generate(tiny_prompts, params)
+    for prompt, result in zip(tiny_prompts, results):
+        ids = prompt + result["token_ids"]
+        positions = result["prompt_logprobs"] + result["logprobs"]
+        assert [p.chosen.token_id for p in positions] == ids
+        assert positions[0].chosen.logprob is None and positions[0].top == []
+        expected = tiny_logits(tuple(ids[:1]), tuple(ids[1:])).double().log_softmax(-1)
+        for row, position in zip(expected, positions[1:]):
+            assert [t.logprob for t in position.top] == sorted(
+                (t.logprob for t in position.top), reverse=True
+            )
+            best = row.topk(4).values.tolist()
+            assert [t.logprob for t in position.top] == pytest.approx(best, abs=1e-4)
+            for entry in (position.chosen, *position.top):
+                assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-4)
+
+
 # --- the default model ---
 
 

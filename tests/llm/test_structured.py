@@ -156,6 +156,25 @@ def test_answers_are_the_same_among_others_in_chunks_and_under_overlap(
         check(kind, result["text"])
 
 
+@pytest.mark.parametrize("disabled", [True, False], ids=["plain", "overlap"])
+def test_answers_and_log_probabilities_are_the_same_after_a_preemption(
+    make_llm: MakeLLM, disabled: bool
+) -> None:
+    ENV.DISABLE_OVERLAP_SCHEDULING.value = disabled
+    prompts = [[(3 * i + 5 * j) % 250 for j in range(8 + i)] for i in range(8)]
+    kinds = [list(CONSTRAINTS)[i % 4] for i in range(8)]
+    told = {"temperature": 1.0, "seed": 5, "logprobs": 2, "prompt_logprobs": 2, "max_tokens": 40}
+    params = [params_for(kind, **told) for kind in kinds]
+    params[-1] = SamplingParams(**{**told, "ignore_eos": True})
+    plain = make_llm(num_page_override=2048).generate(prompts, params)
+    llm = make_llm(num_page_override=96, admission="optimistic", admission_share=0.01)
+    records: list[Any] = []
+    llm.step_listeners.append(records.append)
+    assert llm.generate(prompts, params) == plain
+    assert records[-1].num_preemptions > 0
+    llm.cache_manager.check_integrity()
+
+
 def test_the_last_token_that_the_grammar_allows_ends_the_answer_and_belongs_to_it(
     make_llm: MakeLLM,
 ) -> None:

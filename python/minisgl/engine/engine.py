@@ -31,13 +31,16 @@ from minisgl.models import (
     pack_stored,
 )
 from minisgl.moe import create_moe_backend
-from minisgl.params import ConfigError
+from minisgl.params import ConfigError, Constraint, InvalidRequestError
 from minisgl.utils import align_ceil, init_logger, resolve_dtype, torch_dtype, zeros_as_used
 from minisgl.utils.model_files import resolve_model
 
+from . import logprobs
 from .device import DeviceStream, NullEvent, count_threads, free_memory, resolve_device
 from .fingerprint import fingerprint_kv
 from .graph import GraphRunner, determine_cuda_graph_bs
+from .logits import GrammarsProtocol, MatcherProtocol
+from .logprobs import StepLogprobs
 from .memory import MemoryReport, choose_num_pages, human
 from .sample import BatchSamplingArgs, Sampler, Tokens
 
@@ -49,11 +52,12 @@ Progress = Callable[[int, int], None]
 
 class ForwardOutput(NamedTuple):
     """The tokens of one step, int32 `(requests,)`, as tensors or, chosen on a CPU, as an array; the
-    host's copy is valid after the event."""
+    host's copy is valid after the event. logprobs: None if no request of the batch asked."""
 
     next_tokens_gpu: Tokens
     next_tokens_cpu: Tokens
     copy_done_event: NullEvent | torch.cuda.Event
+    logprobs: StepLogprobs | None = None
 
 
 class Engine:
@@ -246,6 +250,21 @@ class Engine:
             seed = int(shared.item())
         return seed
 
+    def set_grammars(self, grammars: GrammarsProtocol) -> None:
+        """Say who compiles constraints; until then no request can have one."""
+        self.sampler.processors.grammars = grammars
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Wait until it is compiled; `InvalidRequestError` if it cannot be used."""
+        grammars = self.sampler.processors.grammars
+        if grammars is None:
+            raise InvalidRequestError("this engine has no grammars", constraint.kind)
+        grammars.check(constraint)
+
+    def matcher_of(self, req: Req) -> MatcherProtocol | None:
+        """Where a request that was sampled stands in its grammar; None without a constraint."""
+        return self.sampler.processors.matcher_of(req)
+
     def pad_batch(self, batch: Batch) -> None:
         """Set `batch.padded_reqs`."""
         self.graph_runner.pad_batch(batch)
@@ -253,24 +272,38 @@ class Engine:
     def prepare(self, batch: Batch) -> BatchSamplingArgs:
         """Take the attention metadata from the page table; returns the sampling arguments."""
         self.attn_backend.prepare_metadata(batch)
-        return self.sampler.prepare(batch)
+        args = self.sampler.prepare(batch)
+        args.logprobs = logprobs.plan(batch.reqs, self.device)
+        if args.logprobs is not None and args.logprobs.wanted is not None:
+            batch.attn_metadata.wanted_indices = args.logprobs.wanted
+        return args
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits float32 `(requests, vocab)` at the last position of each request."""
+        """Logits float32 `(requests, vocab)` at the last position of each request.
+
+        With prompt logprobs in the batch, at all of its wanted positions.
+        """
         if self.graph_runner.can_replay(batch):
             return self.graph_runner.replay(batch)
         logits = self.graph_runner.forward(batch)
-        return logits if batch.padded_size == batch.size else logits[: batch.size]
+        has_dummies = batch.padded_size != batch.size
+        if has_dummies and batch.attn_metadata.wanted_indices is None:
+            logits = logits[: batch.size]
+        return logits
 
     def sample(self, batch: Batch, logits: torch.Tensor, args: BatchSamplingArgs) -> ForwardOutput:
         """Choose a token per request and start its copy to the host; -1 marks unusable logits."""
-        if logits.shape[0] > batch.size:
-            logits = logits[: batch.size]
-        tokens = self.sampler.sample(logits, args)
+        plan, last = args.logprobs, logits
+        if plan is not None and plan.last is not None:
+            last = logits.index_select(0, plan.last)
+        elif logits.shape[0] > batch.size:
+            last = logits[: batch.size]
+        tokens = self.sampler.sample(last, args)
         on_host = tokens
         if isinstance(tokens, torch.Tensor) and not tokens.is_cpu:
             on_host = tokens.to("cpu", non_blocking=True)
-        return ForwardOutput(tokens, on_host, self._stream.record_event())
+        measured = None if plan is None else logprobs.measure(plan, logits, last, tokens)
+        return ForwardOutput(tokens, on_host, self._stream.record_event(), measured)
 
     def launch_order(self) -> AbstractContextManager[None]:
         """Inside, work is launched behind everything that was launched before."""

@@ -18,7 +18,8 @@ import torch
 from minisgl.core import Batch, SamplingParams
 from minisgl.kernel import native, native_ops
 
-from .logits import LogitsProcessors, RowState
+from .logits import LogitsProcessors, MaskState, RowState
+from .logprobs import LogprobPlan
 
 NO_TOKEN = -1
 TOP_CANDIDATES = 1024  # a nucleus is looked for among these before the vocabulary is sorted
@@ -35,14 +36,15 @@ class BatchSamplingArgs:
 
     temperatures: None if every row is greedy. filters: (temperature, top_k, top_p, min_p), top_k 1
     for a greedy row. seeds: None for a row that draws afresh; positions: absolute position of the
-    token to be chosen.
+    token to be chosen. logprobs: what the batch is to be measured on.
     """
 
     temperatures: torch.Tensor | None
     filters: list[tuple[float, int, float, float]] = field(default_factory=list)
     seeds: list[int | None] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    processors: list[tuple[int, RowState]] = field(default_factory=list)
+    processors: list[tuple[int, RowState | MaskState]] = field(default_factory=list)
+    logprobs: LogprobPlan | None = None
 
 
 class Sampler:
@@ -58,12 +60,12 @@ class Sampler:
         self.vocab_size = vocab_size
         self._random = Random(generator_seed)
         self._is_native = self.device.type == "cpu" and native.available()
-        self._processors = LogitsProcessors(vocab_size, self.device)
+        self.processors = LogitsProcessors(vocab_size, self.device)
 
     def prepare(self, batch: Batch) -> BatchSamplingArgs:
         """The arguments for `batch.reqs`; nothing else of the batch is read."""
         params = [req.sampling_params for req in batch.reqs]
-        processors = self._processors.rows_of(batch.reqs)
+        processors = self.processors.rows_of(batch.reqs)
         if all(p.is_greedy for p in params):
             return BatchSamplingArgs(temperatures=None, processors=processors)
         filters = [self._filter(p) for p in params]
@@ -87,7 +89,7 @@ class Sampler:
         An array where the native kernels chose them, else a tensor.
         """
         if args.processors:
-            logits = logits.clone()
+            logits = torch.from_numpy(logits.numpy().copy()) if self._is_native else logits.clone()
             for row, state in args.processors:
                 state.apply(logits[row])
         draws = [(*limits, uniform) for limits, uniform in zip(args.filters, self._uniform(args))]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from minisgl.config import DistributedInfo, SchedulerConfig
+from minisgl.constraint import Grammars
 from minisgl.engine import Engine
 from minisgl.message import AbortBackendMsg, BaseBackendMsg, DetokenizeMsg, UserMsg
 from minisgl.models import load_model_config
@@ -28,7 +29,7 @@ from minisgl.params import (
     SamplingParams,
 )
 from minisgl.scheduler import Scheduler
-from minisgl.tokenizer import load_tokenizer, sampling_defaults
+from minisgl.tokenizer import TokenBytes, load_tokenizer, sampling_defaults
 from minisgl.utils.model_files import resolve_model
 
 from .answer import Answer, StreamEvent
@@ -62,6 +63,8 @@ class LLM(Scheduler):
         if config.sampling_defaults == "model":
             self.default_sampling_params = SamplingParams(**sampling_defaults(model.path))
         engine = Engine(config, progress)
+        self.grammars = Grammars(self._vocabulary, engine.vocab_size)
+        engine.set_grammars(self.grammars)
         self._inbox: list[BaseBackendMsg] = []
         self._answers: dict[int, Answer] = {}
         self._events: deque[StreamEvent] = deque()
@@ -72,12 +75,17 @@ class LLM(Scheduler):
             config, engine, _OfflineIO(self), eos_token_ids=self.tokenizer.eos_token_ids
         )
 
+    def _vocabulary(self) -> tuple[Any, Any, Any]:
+        return self.tokenizer, TokenBytes(self.tokenizer), self._eos_token_ids
+
     def generate(
         self,
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[dict[str, Any]]:
         """Answer every prompt, in order: `{"text", "token_ids", "finish_reason"}`, without EOS.
+
+        With "logprobs" and "prompt_logprobs" if asked for: a `PositionLogprobs` for each token.
 
         prompts: texts, or lists of token ids. sampling_params: one for all, or one for each, or
         None for `default_sampling_params` (what the model's authors advise, else greedy). Raises
@@ -110,7 +118,7 @@ class LLM(Scheduler):
         with self._call_lock:
             self._check_free()
             self.reset()
-            answers = [Answer(msg.uid, self.tokenizer, msg.sampling_params.stop) for msg in msgs]
+            answers = [Answer(msg.uid, self.tokenizer, msg.sampling_params) for msg in msgs]
             self._answers = {answer.index: answer for answer in answers}
             self._inbox = list(msgs)
             self._events.clear()
@@ -263,6 +271,7 @@ class LLM(Scheduler):
         if not hasattr(self, "engine"):
             return
         super().shutdown()
+        self.grammars.shutdown()
         self.engine.shutdown()
         owned = ("engine", "cache_manager", "table_manager", "token_pool", "prefill_manager")
         for name in (*owned, "preemptor"):

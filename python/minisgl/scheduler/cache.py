@@ -88,7 +88,7 @@ class CacheManager:
 
     def match_req(self, req: PendingReq) -> MatchResult:
         """The longest cached prefix of a prompt without its last token: one is always computed."""
-        return self.prefix_cache.match_prefix(req.input_ids[: req.input_len - 1], req.salt)
+        return self.prefix_cache.match_prefix(req.input_ids[: req.match_len], req.salt)
 
     def lock(self, handle: BaseCacheHandle) -> None:
         """Protect a prefix from eviction."""

@@ -34,6 +34,8 @@ WAITS_FOR_PREFIX = "shared prefix"
 
 MAX_PREEMPTIONS = 3  # of one request; after that it starts only if its worst case fits
 
+MAX_PROMPT_LOGITS = 256  # prompt tokens of a step whose logits are kept until they are read
+
 PrefixKey: TypeAlias = tuple[str, bytes]  # the salt, the tokens from the start
 
 
@@ -108,7 +110,7 @@ class PrefillAdder:
             return None
         cache = self.cache_manager
         handle = cache.match_req(pending).cuda_handle
-        key = self._prefix_key(pending, handle.cached_len, pending.input_len - 1)
+        key = self._prefix_key(pending, handle.cached_len, pending.match_len)
         if key is not None and (key in self.started or key in self.in_flight):
             self.waits_for = WAITS_FOR_PREFIX
             return None
@@ -124,7 +126,7 @@ class PrefillAdder:
             cache.unlock(handle)
             self.waits_for = WAITS_FOR_PAGES
             return None
-        handle = cache.restore(pending.input_ids[: pending.input_len - 1], handle, pending.salt)
+        handle = cache.restore(pending.input_ids[: pending.match_len], handle, pending.salt)
         demand = PageDemand.of_candidate(*lens, handle, cache.page_size, unused=unused)
         self.promised.append(demand)  # less the pages that were just restored
         row = self.table_manager.allocate()
@@ -138,13 +140,15 @@ class PrefillAdder:
     def _add_chunk(
         self, pending: PendingReq, handle: BaseCacheHandle | None, row: int, cached_len: int
     ) -> Req:
+        if pending.tells_prompt:
+            self.token_budget = min(self.token_budget, MAX_PROMPT_LOGITS)
         end = min(cached_len + self.token_budget, pending.input_len)
         self.token_budget -= end - cached_len
         self._write_tokens(pending, row, cached_len, end)
         if (key := self._prefix_key(pending, cached_len, end)) is not None:
             self.started.add(key)
         req_type = ChunkedReq if end < pending.input_len else Req
-        return req_type(
+        req = req_type(
             input_ids=pending.input_ids[:end],
             table_idx=row,
             cached_len=cached_len,
@@ -156,6 +160,10 @@ class PrefillAdder:
             num_generated=pending.num_generated,
             pending=pending,
         )
+        if pending.tells_prompt:
+            req.prompt_logprobs = pending.prompt_logprobs
+            req.next_id = int(pending.input_ids[end]) if end < pending.input_len else None
+        return req
 
     def _prefix_key(self, pending: PendingReq, cached_len: int, end: int) -> PrefixKey | None:
         """The prefix with the first `min_shared` tokens to compute; None if they go past `end`."""

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from minisgl.core import Batch
+from minisgl.core import Batch, Constraint, Req
 from minisgl.kvcache import PagedEngine
 from minisgl.message import BaseBackendMsg, DetokenizeMsg
 
@@ -45,6 +45,11 @@ class ForwardOutputProtocol(Protocol):
         """Ready when the host's copy is."""
         ...
 
+    @property
+    def logprobs(self) -> Any:
+        """`StepLogprobs` of the engine, read only for requests that ask for log-probabilities."""
+        ...
+
 
 class EngineProtocol(PagedEngine, Protocol):
     """Batch in, tokens out. Owns the page table `(rows + 1, tokens)` of token locations."""
@@ -68,6 +73,14 @@ class EngineProtocol(PagedEngine, Protocol):
 
     def sample(self, batch: Batch, logits: Any, args: Any) -> ForwardOutputProtocol:
         """Choose a token for each request of the batch."""
+        ...
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """`InvalidRequestError` for one that cannot be used."""
+        ...
+
+    def matcher_of(self, req: Req) -> Any:
+        """Where a request stands in its grammar (`is_complete_after`, `error`)."""
         ...
 
     def fingerprint(self) -> bytes:

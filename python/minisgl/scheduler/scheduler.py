@@ -15,7 +15,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, ConfigError, ErrorKind, FinishReason, InvalidRequestError, Req
+from minisgl.core import (
+    Batch,
+    ConfigError,
+    ErrorKind,
+    FinishReason,
+    InvalidRequestError,
+    Logprob,
+    PositionLogprobs,
+    Req,
+)
 from minisgl.env import ENV
 from minisgl.kvcache import SpillTier
 from minisgl.message import (
@@ -266,6 +275,8 @@ class Scheduler:
                 f"token id {wrong} is not in the vocabulary of {vocab_size}", "prompt"
             )
         msg.sampling_params.validate(vocab_size)
+        if msg.sampling_params.constraint is not None:
+            self.engine.check_constraint(msg.sampling_params.constraint)
 
     # Schedule and launch
 
@@ -364,22 +375,25 @@ class Scheduler:
         output.copy_done_event.synchronize()
         tokens = output.next_tokens_cpu.tolist()
         with self.cache_manager.lazy_free_region():
-            for req, token in zip(batch.reqs, tokens):
+            for i, (req, token) in enumerate(zip(batch.reqs, tokens)):
                 self._drain(req)
                 if token == NO_TOKEN:
                     req.has_bad_kv = True
                 if req.finish_reason is not None:
                     self._release_if_drained(req)
-                elif req.is_sampled:
+                    continue
+                self._note_prompt_logprobs(req, output, i)
+                if req.is_sampled:
                     self._accept_token(req, token, batch.is_prefill)
+                    self._tell_logprobs(req, output, i)
+                    self._end_if_complete(req)
                 elif self.prefill_manager.min_shared and not req.has_bad_kv:
                     self.cache_manager.cache_chunk(req)
 
     def _accept_token(self, req: Req, token: int, ends_prefill: bool) -> None:
         if token == NO_TOKEN:
-            message = "the model gave no usable logits (NaN) for this request"
             self._end_req(req, FinishReason.ERROR)
-            self._reply(req.uid, NO_TOKEN, FinishReason.ERROR, message)
+            self._reply(req.uid, NO_TOKEN, FinishReason.ERROR, self._reason_of_no_token(req))
             return
         req.append_host(token)
         reason = self._reason_to_stop(req, token)
@@ -392,12 +406,49 @@ class Scheduler:
         elif ends_prefill:  # the KV of tokens that are still in flight is not shared yet
             self.cache_manager.cache_req(req, finished=False, length=req.num_ids - 1)
 
+    def _note_prompt_logprobs(self, req: Req, output: ForwardOutputProtocol, i: int) -> None:
+        """Keep what a step found out about a prompt until its first token is told."""
+        if req.sampling_params.prompt_logprobs is not None and (part := output.logprobs.prompt(i)):
+            start, positions = part
+            if start == 1:  # nothing comes before the first token
+                req.prompt_logprobs[:] = [PositionLogprobs(Logprob(int(req.input_ids[0]), None))]
+            req.prompt_logprobs[start:] = positions
+
+    def _tell_logprobs(self, req: Req, output: ForwardOutputProtocol, i: int) -> None:
+        """Add to the reply that was made last, which is the request's, what it asked for."""
+        params, reply = req.sampling_params, self._outbox[-1]
+        if params.logprobs is not None and reply.error is None:
+            reply.logprobs = output.logprobs.answer(i, reply.next_token)
+        if params.prompt_logprobs is not None and req.num_ids == req.num_given + 1:
+            reply.prompt_logprobs = req.prompt_logprobs
+
+    def _reason_of_no_token(self, req: Req) -> str:
+        matcher = self.engine.matcher_of(req) if req.sampling_params.constraint else None
+        if matcher is not None and matcher.error is not None:
+            return f"the constraint cannot be met: {matcher.error}"
+        return "the model gave no usable logits (NaN) for this request"
+
+    def _end_if_complete(self, req: Req) -> None:
+        """End an answer behind which its grammar allows nothing; its last token belongs to it."""
+        if req.finish_reason is None and self._is_complete(req):
+            self._end_req(req, FinishReason.STOP)
+            self._reply(req.uid, NO_TOKEN, FinishReason.STOP)
+
+    def _is_complete(self, req: Req) -> bool:
+        if req.sampling_params.constraint is None:
+            return False
+        num_generated = req.num_ids - req.num_given
+        return bool(self.engine.matcher_of(req).is_complete_after(num_generated))
+
     def _reason_to_stop(self, req: Req, token: int) -> FinishReason | None:
         params = req.sampling_params
-        is_eos = not params.ignore_eos and token in self._eos_token_ids
+        # A grammar that lets an EOS through has accepted, and nothing goes on from there.
+        heeds_eos = not params.ignore_eos or params.constraint is not None
+        is_eos = heeds_eos and token in self._eos_token_ids
         if is_eos or token in params.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if req.num_ids >= req.max_device_len else None
+        is_full = req.num_ids >= req.max_device_len and not self._is_complete(req)
+        return FinishReason.LENGTH if is_full else None
 
     def _reply(
         self, uid: int, token: int, reason: FinishReason | None, error: str | None = None

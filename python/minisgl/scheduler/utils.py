@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 from minisgl.core import Batch, Req, SamplingParams
 
 if TYPE_CHECKING:
+    from minisgl.core import PositionLogprobs
+
     from .prefill import ChunkedReq
     from .protocols import ForwardOutputProtocol
 
@@ -32,6 +34,7 @@ class PendingReq:
     num_generated: int = 0
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
 
     @property
     def input_len(self) -> int:
@@ -42,6 +45,16 @@ class PendingReq:
     def output_len(self) -> int:
         """The most tokens it may still generate."""
         return self.sampling_params.max_tokens - self.num_generated
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the logits of its whole prompt are wanted; after a preemption they are told."""
+        return self.sampling_params.prompt_logprobs is not None and not self.num_generated
+
+    @property
+    def match_len(self) -> int:
+        """How many tokens may come from the cache: of the others the logits are wanted."""
+        return 0 if self.tells_prompt else self.input_len - 1
 
 
 # Integers where the scheduler works: an array on a CPU, else a tensor; both index and assign alike.

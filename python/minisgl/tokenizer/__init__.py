@@ -7,7 +7,7 @@ first use: plain prompts need no jinja2.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .detokenize import DetokenizeManager, IncrementalDecoder, find_printable_text
+from .detokenize import DetokenizeManager, IncrementalDecoder, TokenBytes, find_printable_text
 from .generation import GENERATION_FILE, sampling_defaults
 from .load import load_tokenizer
 from .stop import StopStringFilter
@@ -24,6 +24,7 @@ __all__ = [
     "Encoding",
     "IncrementalDecoder",
     "StopStringFilter",
+    "TokenBytes",
     "TokenizeManager",
     "Tokenizer",
     "find_printable_text",

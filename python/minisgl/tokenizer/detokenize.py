@@ -9,10 +9,11 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from minisgl.message import DetokenizeMsg
-from minisgl.params import FinishReason
+from minisgl.params import FinishReason, PositionLogprobs
 from minisgl.utils import init_logger
 
 logger = init_logger(__name__)
@@ -223,6 +224,13 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token_id: int) -> bytes:
         raw = self[token_id] = self._work_out(token_id)
         return raw
+
+    def named(self, position: PositionLogprobs) -> PositionLogprobs:
+        """The same position with the bytes of each of its tokens."""
+        chosen, *top = (
+            replace(one, raw=self[one.token_id]) for one in (position.chosen, *position.top)
+        )
+        return PositionLogprobs(chosen, top)
 
     def _work_out(self, token_id: int) -> bytes:
         table = self._table
