@@ -62,6 +62,16 @@ def test_chunked_prefill(lines_of: Callable[[str], Lines]) -> None:
     assert lines[-1] == f"computed in prefill: {sum(sizes)} of {sum(sizes)} prompt tokens"
 
 
+def test_pages_over_time_is_what_the_documentation_shows(
+    lines_of: Callable[[str], Lines],
+) -> None:
+    shown = "\n".join(line.rstrip() for line in lines_of("pages_over_time"))
+    assert shown.count("time ") == 8
+    page = Path(__file__).parent.parent / "docs" / "kvcache.md"
+    assert f"```\n{shown}\n```" in page.read_text(encoding="utf-8")
+
+
 def test_every_example_has_a_test() -> None:
     names = {path.stem for path in (Path(__file__).parent.parent / "examples").glob("*.py")}
-    assert {f"test_{name}" for name in names} <= set(globals()) | {"test_trace_pool"}
+    tests = "\n".join(name for name in globals() if name.startswith("test_"))
+    assert all(name in tests or name == "trace_pool" for name in names)
