@@ -72,6 +72,7 @@ class Run:
         self.failures: list[str] = []
         self.versions: dict[str, str] = {}
         self.read = self.multiply = 0.0
+        self.shares: dict[str, list[float]] = {}  # by row: of the ceiling, in each round
         self.environ = envs.clean_environ()
         self.environ.update(OMP_WAITS[args.omp_wait])
         self.samples: Samples = {}
@@ -178,7 +179,6 @@ class Run:
     def _round(self, number: int, variants: list[Variant], rows: list[Work]) -> None:
         with self.processes(variants) as processes:
             for index, work in enumerate(rows):
-                self._probe(processes)
                 shift = (number + index) % len(variants)
                 order = variants[shift:] + variants[:shift]
                 left_out = [] if self.args.keep_all else table.hopeless(work, self.samples)
@@ -186,7 +186,8 @@ class Run:
                     value = None
                     if variant.name not in left_out:
                         job = {**work.job, "seed": 1 + number}
-                        value = self._value(work, variant, processes.get(variant.name), job)
+                        ask = self._beside_probes if variant.name == OURS else self._value
+                        value = ask(work, variant, processes.get(variant.name), job)
                         self.say(
                             f"round {number + 1}/{self.args.rounds}  {work.name:<14}"
                             f"{variant.name:<30} {table.number(value)} {work.unit}"
@@ -205,6 +206,22 @@ class Run:
         except WorkerError as error:
             self.fail(f"{variant.name}: {error}")
             return None
+
+    def _beside_probes(
+        self, work: Work, variant: Variant, process: WorkerProcess | None, job: dict[str, Any]
+    ) -> float | None:
+        """Our value, and its ceiling by the better of the probes right before and right after.
+
+        What a shared machine can read per second changes within seconds.
+        """
+        before = self._probe(process)
+        value = self._value(work, variant, process, job)
+        after = self._probe(process)
+        if before and after and value is not None:
+            read, multiply = (max(pair) for pair in zip(before, after))
+            if ceiling := works.ceiling_of(work, self.facts(), read, multiply):
+                self.shares.setdefault(work.name, []).append(value / ceiling)
+        return value
 
     @contextlib.contextmanager
     def processes(
@@ -227,21 +244,22 @@ class Run:
             for process in found.values():
                 process.stop()
 
-    def _probe(self, processes: dict[str, WorkerProcess]) -> None:
-        """The ceilings are the best that was ever seen."""
-        process = processes.get(OURS)
+    def _probe(self, process: WorkerProcess | None) -> tuple[float, float] | None:
+        """Bytes/s and operations/s that this machine can do now; `read` and `multiply` keep the
+        best that was ever seen."""
         if process is None or not process.is_alive:
-            return
+            return None
         try:
             found = process.ask({"work": "probe"}, JOB_SECONDS)
         except WorkerError as error:
             self.fail(f"probe: {error}")
-            return
+            return None
         self.read, self.multiply = (
             max(self.read, found["read"]), max(self.multiply, found["multiply"])
         )  # fmt: skip
         versions = [f"{name} {version}" for name, version in found["versions"].items()]
         self.versions[OURS] = ", ".join([*versions, found["isa"]])
+        return found["read"], found["multiply"]
 
     def _memory(self, work: Work, variants: list[Variant]) -> None:
         for variant in variants:
@@ -259,13 +277,6 @@ class Run:
     def facts(self) -> ModelFacts:
         """What the model's file says about bytes and operations."""
         return facts_of(self.model)
-
-    def ceilings(self) -> dict[str, float | None]:
-        """Tokens/s that the probed ceilings allow, by row."""
-        if not (self.read and self.multiply):
-            return {}
-        facts = self.facts()
-        return {w.name: works.ceiling_of(w, facts, self.read, self.multiply) for w in self.works}
 
 
 def facts_of(path: Path) -> ModelFacts:
@@ -343,7 +354,7 @@ def header(found: dict[str, Any], run: Run) -> str:
         f"stolen {found['steal']:.1%} of CPU time; {found['seconds']:.0f} s in all",
         f"rounds: {run.num_rounds} of {run.args.rounds}; threads of llama.cpp wait: "
         f"{run.args.omp_wait}",
-        f"ceilings: {ceilings}",
+        f"best of the probes: {ceilings}",
         f"model: {run.model.name}",
         *(f"{TITLES.get(name, name)}: {version}" for name, version in run.versions.items()),
     ]
@@ -373,7 +384,7 @@ def main(argv: list[str] | None = None) -> int:
     goals: list[dict[str, Any]] = []
     if not args.quality_only:
         print(table.engines_table(run.works, run.samples) + "\n")
-        text, goals = table.goals_table(run.works, run.samples, run.ceilings())
+        text, goals = table.goals_table(run.works, run.samples, run.shares)
         print(text + "\n")
     if rows:
         print(quality.render(rows) + "\n")

@@ -135,13 +135,15 @@ def engines_table(works: Sequence[Work], samples: Samples) -> str:
 
 
 def goals_table(
-    works: Sequence[Work], samples: Samples, ceilings: dict[str, float | None]
+    works: Sequence[Work], samples: Samples, shares: dict[str, list[float]]
 ) -> tuple[str, list[dict[str, Any]]]:
-    """The rows against the best peer and the ceilings, as text and as data."""
+    """The rows against the best peer and the ceilings, as text and as data.
+
+    shares: of the ceiling, reached in each round.
+    """
     lines, data = [], []
     for work in works:
-        found, ceiling = compare(work, samples), ceilings.get(work.name)
-        share = found.ours / ceiling if found.ours is not None and ceiling else None
+        found, share = compare(work, samples), median_of(shares.get(work.name, []))
         low_high = "-"
         if found.ratios:
             low_high = f"{min(found.ratios):.2f}-{max(found.ratios):.2f}"
@@ -157,7 +159,7 @@ def goals_table(
         data.append({
             "work": work.name, "unit": work.unit, "ours": found.ours, "peer": found.peer,
             "theirs": found.theirs, "ratio": found.ratio, "ratios": list(found.ratios),
-            "must": work.must, "aim": work.aim, "ceiling": ceiling, "share": share,
+            "must": work.must, "aim": work.aim, "share": share,
             "verdict": result,
         })  # fmt: skip
     header = ["work", OURS, "best peer", "which", "ratio", "by round", "must / aim",

@@ -103,7 +103,7 @@ def test_tables_are_aligned() -> None:
 
 def test_the_goals_table_says_what_is_reached() -> None:
     found = samples(ours=[30.0], lc=[10.0])
-    text, data = table.goals_table([FAST], found, {"fast": 40.0})
+    text, data = table.goals_table([FAST], found, {"fast": [0.9, 0.75, 0.5]})
     assert data[0]["verdict"] == "aim" and data[0]["share"] == 0.75
     assert text.splitlines()[-1].split()[-1] == "aim"
     assert "3.00 x" in text and "75%" in text
