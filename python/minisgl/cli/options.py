@@ -19,6 +19,7 @@ from minisgl.params import ConfigError, InvalidRequestError, SamplingParams
 DEFAULT_MODEL = "default"
 MODEL_HELP = "a folder, a .gguf file, a hub id, or default: SmolLM2-135M-Instruct"
 DEFAULT_MAX_TOKENS = 512
+DEFAULT_URL = "http://127.0.0.1:1919"  # where `minisgl serve` listens unless told otherwise
 
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from minisgl.cli.bench_options import add_bench
 from minisgl.cli.http_options import add_http_flags
 from minisgl.cli.options import (
     DEFAULT_MODEL,
@@ -89,7 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise SystemExit(0)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.prog += f" {argv[0]}"  # its help has the flags
+        parser.prog = " ".join([parser.prog, *argv[: 2 if argv[0] == "bench" else 1]])
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if "usual" in args:
         check_sampling(args)
@@ -108,6 +109,7 @@ def build_parser() -> Parser:
     _add_serve(commands)
     _add_demo(commands)
     _add_inspect(commands)
+    add_bench(commands)
     return parser
 
 
