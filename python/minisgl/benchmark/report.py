@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from .load import Load
 
@@ -39,7 +40,7 @@ def progress_bar(load: Load, is_wanted: bool) -> AbstractContextManager[object]:
             f"{load.num_done:,}{goal} done, {load.num_running:,} under way{failed}, {seconds:.0f} s"
         )
         bar = ProgressBar(total, load.num_done, width=30, pulse=total is None)
-        return Columns([bar, told])
+        return Columns([bar, Text(told)])
 
     if not (is_wanted and console.is_terminal):
         return nullcontext()

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 
 from minisgl.params import ConfigError
 
-MAX_SYNTHETIC_TOKENS = 1 << 20
-
 # Words that are one token, with the space before them, in the vocabularies of today's models.
 WORDS = (
     "time year people way day man thing woman life child world school state family student group "
