@@ -252,6 +252,18 @@ def sampling_params(
     return SamplingParams(**(values | {n: getattr(args, n) for n in _SAMPLING if n in args}))
 
 
+def request_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags mean in a request to a server; where they are silent, it decides.
+
+    But for the length and the temperature: OpenAI's own defaults make a poor shell.
+    """
+    fields = {n: getattr(args, n) for n in _SAMPLING if n in args}
+    fields = {n: v for n, v in fields.items() if v is not None and v is not False and v != []}
+    if args.template_args:
+        fields["chat_template_kwargs"] = dict(args.template_args)
+    return {"temperature": args.usual["temperature"], **fields}
+
+
 def check_sampling(args: argparse.Namespace) -> None:
     """Raise `ConfigError` naming the flag whose value has no meaning."""
     try:
@@ -260,6 +272,11 @@ def check_sampling(args: argparse.Namespace) -> None:
         field = error.param or ""
         flag = "--" + field.replace("_", "-")
         raise ConfigError(f"{flag} {str(error).removeprefix(field).lstrip()}") from error
+
+
+def engine_flags(args: argparse.Namespace) -> list[str]:
+    """The flags of the engine that were given."""
+    return [flags.split()[0] for name, flags, *_ in _ENGINE if name in args]
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
