@@ -1,7 +1,7 @@
 """LangChain as a client: a prompt, a model and a parser as one chain.
 
 `pip install langchain-openai`, and start a server: `minisgl serve`. Another address:
-Start a server first: `minisgl serve`. Another address: OPENAI_BASE_URL=http://host:port/v1.
+OPENAI_BASE_URL=http://host:port/v1.
 """
 
 import os

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from .options import DEFAULT_URL, add_engine_flags, add_quiet_flag
+from .options import DEFAULT_URL, add_engine_flags
 
 if TYPE_CHECKING:
     from .parser import Parser
 
 SERVE_EXAMPLES = """\
 examples:
-  minisgl bench serve                                  100 requests by 8 users, one after the other
+  minisgl bench serve                                  8 users, 100 requests in all
   minisgl bench serve --users 64 --requests 500 --shared-prefix 200 --input-tokens 300
   minisgl bench serve --rate 4 --duration 60           4 requests a second arrive, for a minute
   minisgl bench serve --prompts questions.jsonl --output-tokens 128 --json result.json
@@ -125,7 +125,7 @@ def _add_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
     )
     add = parser.add_argument_group("what is told").add_argument
     add("--json", metavar="FILE", help="write settings, summary and requests; - is stdout")
-    add_quiet_flag(parser)
+    add("-q", "--quiet", action="store_true", help="no progress bar")
 
 
 def _add_offline(kinds: argparse._SubParsersAction[Parser]) -> None:
@@ -144,5 +144,4 @@ def _add_offline(kinds: argparse._SubParsersAction[Parser]) -> None:
     add("--max-output", type=int, default=128, metavar="N", help="longest answer (default 128)")
     add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths (default 0)")
     add("--json", action="store_true", help="print the result as JSON")
-    add_quiet_flag(parser)
     add_engine_flags(parser)
