@@ -15,7 +15,7 @@ import pytest
 
 from minisgl.benchmark import HttpClient, Load, Plan, RepeatedRequests, Request
 from minisgl.benchmark.load import PAUSE_AFTER_ERROR_SECONDS
-from minisgl.utils.openai_api import Address, ServerError
+from minisgl.utils.openai_api import MAX_SHOWN_CHARS, Address, ServerError
 
 from tests.cli.scripted import exit_code
 from tests.openai_server import ScriptedServer, scripted_server
@@ -120,6 +120,24 @@ def test_all_that_arrive_at_once_are_under_way_at_once(
     code, result = bench([f"a wait b{i}" for i in range(50)], "--rate", "inf")
     releaser.join()
     assert (code, result["summary"]["num_complete"]) == (0, 50)
+
+
+def test_requests_beyond_the_bound_are_not_sent_and_counted(
+    bench: Bench, server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl.benchmark.load.MAX_OPEN_REQUESTS", 2)
+
+    def release_when_two_wait() -> None:
+        for _ in range(2):
+            server.waiting.acquire(timeout=20)
+        server.release.set()
+
+    releaser = threading.Thread(target=release_when_two_wait)
+    releaser.start()
+    code, result = bench(["a wait"], "--rate", "inf", "--requests", "5")
+    releaser.join()
+    assert (code, result["summary"]["num_complete"]) == (0, 2)
+    assert result["summary"]["errors"] == {"not sent": 3}
 
 
 def test_waiting_counts_from_when_a_request_was_due(server: ScriptedServer) -> None:
@@ -271,6 +289,10 @@ def test_a_refusal_of_any_length_and_form_is_one_line() -> None:
         url, _ = answering(head + body)
         with pytest.raises(ServerError, match=r"the server refuses: .* \(418\)"):
             asyncio.run(HttpClient(Address.parse(url)).get("/models"))
+    message = b'{"error": {"message": "%s"}}' % (b"x" * (MAX_SHOWN_CHARS + 1))
+    head = b"HTTP/1.1 418 No\r\ncontent-length: %d\r\n\r\n" % len(message)
+    with pytest.raises(ServerError, match=rf"refuses: x{{{MAX_SHOWN_CHARS}}} \(418\)"):
+        asyncio.run(HttpClient(Address.parse(answering(head + message)[0])).get("/models"))
     url, _ = answering(b"HTTP/1.1 500 No\r\ncontent-length: 2000000\r\n\r\n" + b"x" * 1_500_000)
     with pytest.raises(ServerError, match="too long"):
         asyncio.run(HttpClient(Address.parse(url)).get("/models"))

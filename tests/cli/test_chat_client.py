@@ -95,6 +95,16 @@ def test_an_error_is_one_line_and_the_conversation_lives_on(
     assert said(server) == ["user:fine", "assistant:FINE", "user:more"]  # the other is forgotten
 
 
+def test_an_event_beyond_the_bound_is_an_error(
+    server: ScriptedServer, piped: Piped, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl.shell.remote.MAX_EVENT_BYTES", 200)
+    piped(f"{'long' * 50}\nfine\n".encode())
+    assert exit_code("chat", "-q", "--server", server.url) == 1
+    out, err = capsys.readouterr()
+    assert err == "minisgl: the server sent an event that is too long\n" and "FINE" in out
+
+
 def test_a_conversation_that_is_too_long_names_the_way_out(
     server: ScriptedServer, piped: Piped, capsys: Captured
 ) -> None:

@@ -1,4 +1,4 @@
-"""Every command of minisgl on a page, in the service and in the image is one that it understands."""
+"""Every command of minisgl on a page, in the service and in the image is understood by it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """HTTP/1.1 for a load generator: many streams at once, little work for each event.
 
-May import `utils`. A general client spends 130 us of CPU on an event where this one spends 35, and the
-generator often shares its processor with the server. Invariant: a connection carries one exchange
-at a time, and goes back to the idle ones only after a complete answer.
+May import `utils`. A general client spends 130 us of CPU on an event where this one spends 35, and
+the generator often shares its processor with the server. Invariant: a connection carries one
+exchange at a time, and goes back to the idle ones only after a complete answer.
 """
 
 from __future__ import annotations

@@ -123,6 +123,8 @@ class RemoteChat(Conversation):
                 line = response.readline(MAX_EVENT_BYTES)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 raise _broken(error) from error
+            if len(line) == MAX_EVENT_BYTES:
+                raise ServerError("the server sent an event that is too long")
             if not line.endswith(b"\n"):
                 raise _broken(None)
             is_complete = is_end(line)
