@@ -56,6 +56,8 @@ test: $(TEST) model ## all tests but the long ones (under 10 minutes on 2 cores)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-all: $(TEST) model test-native test-neon ## all tests, the long ones and those in C++ too
+	$(call need,curl,curl)
+	$(call need,npm,npm)
 	$(PY) -m pytest -m "" --timeout 3600 $(PYTEST_ARGS)
 
 # What the tests of the kernels print is the same on every architecture (tests/native/test.h).

@@ -72,6 +72,8 @@ def test_pages_over_time_is_what_the_documentation_shows(
 
 
 def test_every_example_has_a_test() -> None:
-    names = {path.stem for path in (Path(__file__).parent.parent / "examples").glob("*.py")}
-    tests = "\n".join(name for name in globals() if name.startswith("test_"))
+    root = Path(__file__).parent.parent
+    names = {path.stem for path in (root / "examples").iterdir() if path.is_file()}
+    clients = (root / "tests" / "clients" / "test_real_server.py").read_text(encoding="utf-8")
+    tests = "\n".join([*(name for name in globals() if name.startswith("test_")), clients])
     assert all(name in tests or name == "trace_pool" for name in names)

@@ -60,7 +60,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
 }
 
-FREE_OF_TORCH = ("env", "utils", "params", "config", "message", "tokenizer", "server", "cli")
+FREE_OF_TORCH = (
+    "env",
+    "utils",
+    "params",
+    "config",
+    "message",
+    "tokenizer",
+    "shell",
+    "benchmark",
+    "cli",
+)
 
 BANNED_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle", "joblib"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "os.system", "os.popen"}

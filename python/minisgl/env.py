@@ -56,6 +56,11 @@ class EnvVar(Generic[T]):
         self.help = help
         self.value: T = default
 
+    @property
+    def shown(self) -> str:
+        """The value as it may be printed."""
+        return "(secret)" if self.is_secret and self.value else str(self.value)
+
     def read(self) -> None:
         """Take the value from the process environment; `EnvError` if it does not parse."""
         text = os.environ.get(self.name)
@@ -99,11 +104,7 @@ class EnvVars:
 
     def describe(self) -> str:
         """One aligned line per variable: name, value in force, what it does."""
-        shown = {True: "(secret)", False: ""}
-        values = [shown[bool(var.value)] if var.is_secret else str(var.value) for var in self.all()]
-        return "\n".join(
-            f"{var.name:<36} {value:<10} {var.help}" for var, value in zip(self.all(), values)
-        )
+        return "\n".join(f"{var.name:<36} {var.shown:<10} {var.help}" for var in self.all())
 
 
 def _parse_log_level(text: str) -> str:

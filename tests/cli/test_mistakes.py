@@ -13,7 +13,7 @@ from tests.cli.scripted import ScriptedLLM, exit_code
 
 
 def test_help_of_every_command_teaches_by_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in ([], ["--help"], ["generate", "--help"], ["chat", "--help"]):
+    for argv in ([], ["--help"], ["generate", "--help"], ["chat", "--help"], ["bench", "-h"]):
         assert exit_code(*argv) == 0
         assert "examples:\n  minisgl " in capsys.readouterr().out
     assert exit_code("demo", "-h") == 0
@@ -70,6 +70,32 @@ MISTAKES = [
     (["generate", "-f", "/"], "--file: /"),
     (["chat", "--top-p", "7"], "--top-p"),
     (["demo", "--page-size", "-2"], "--page-size"),
+    (["bench"], "COMMAND"),
+    (["bench", "serve", "--what"], "minisgl bench serve: unrecognized arguments: --what"),
+    (["bench", "serve", "--url", "ftp://x"], "'ftp://x' is no address"),
+    (["bench", "serve", "--url", "http://h:x"], "'http://h:x' is no address"),
+    (["bench", "serve", "--url", "http://h/v1?a=b"], "is no address"),
+    (["bench", "serve", "--api-key", "a\nb"], "API key"),
+    (["bench", "serve", "--users", "0"], "--users"),
+    (["bench", "serve", "--users", "5000"], "--users must be at most"),
+    (["bench", "serve", "--users", "2", "--rate", "2"], "--users or --rate"),
+    (["bench", "serve", "--rate", "nan"], "--rate"),
+    (["bench", "serve", "--rate", "inf", "--duration", "3"], "--rate inf"),
+    (["bench", "serve", "--requests", "-1"], "--requests"),
+    (["bench", "serve", "--warmup", "-1"], "--warmup"),
+    (["bench", "serve", "--timeout", "0"], "--timeout"),
+    (["bench", "serve", "--temperature", "nan"], "--temperature"),
+    (["bench", "serve", "--input-tokens", "9-3"], "--input-tokens"),
+    (["bench", "serve", "--input-tokens", "5", "--shared-prefix", "6"], "--shared-prefix"),
+    (["bench", "serve", "--output-tokens", "x"], "--output-tokens"),
+    (["bench", "serve", "--prompts", "/no/such/file"], "--prompts: /no/such/file: No such"),
+    (["bench", "serve", "--prompts", "x", "--input-tokens", "5"], "--input-tokens"),
+    (["bench", "serve", "--prompts", "x", "--output-tokens", "5-6"], "--output-tokens"),
+    (["bench", "serve", "--extra-body", "{"], "--extra-body"),
+    (["bench", "serve", "--extra-body", "[1]"], "--extra-body"),
+    (["bench", "serve", "--api", "images"], "--api"),
+    (["bench", "offline", "--requests", "0"], "--requests"),
+    (["bench", "offline", "--page-size", "0"], "--page-size"),
 ]
 
 

@@ -251,11 +251,18 @@ def test_without_tools_a_call_is_text() -> None:
     assert message["choices"][0]["message"]["content"] == "".join(CALLS)
 
 
-def test_a_forced_call_needs_no_tag() -> None:
+def test_a_forced_call_is_read_in_the_format_that_was_forced() -> None:
     body = {"messages": HELLO, "tools": [TOOL], "tool_choice": "required"}
-    choice = ask(ScriptedFrontend('{"name": "f", ', '"arguments": {}}'), CHAT, body).json()
-    message = choice["choices"][0]["message"]
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
+    llama = "tools <|python_tag|>"  # its tag is a special token, which no constraint can spell
+    for template, call in (
+        ("tools", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        (llama, '{"name": "f", "parameters": {}}'),
+    ):
+        frontend = ScriptedFrontend(call[:20], call[20:], chat_template=template)
+        choice = ask(frontend, CHAT, body).json()["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        function = choice["message"]["tool_calls"][0]["function"]
+        assert function == {"name": "f", "arguments": "{}"}
 
 
 REASONING = ["<think>\nhm", "m</thi", "nk>\n\nYes", "."]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -161,24 +160,13 @@ def forced(tools: Any, choice: Any) -> Constraint | None:
 
 
 def test_a_forced_call_is_a_constraint() -> None:
-    schema = {"$defs": {"n": {"type": "number"}}, "properties": {"a": {"$ref": "#/$defs/n"}}}
-    tools = [tool("f", parameters=schema), tool("g")]
+    tools = [tool("f"), tool("g")]
     named = forced(tools, {"type": "function", "function": {"name": "f"}})
-    assert named is not None and named.kind == "json_schema"
-    assert json.loads(named.text) == {
-        "type": "object",
-        "properties": {
-            "name": {"const": "f"},
-            "arguments": {"properties": {"a": {"$ref": "#/$defs/n"}}},
-        },
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-        "$defs": {"n": {"type": "number"}},
-    }
+    assert named is not None and named.kind == "grammar"
+    assert '"const": "f"' in named.text and '"const": "g"' not in named.text
     any_of_them = forced(tools, "required")
     assert any_of_them is not None
-    names = [call["properties"]["name"]["const"] for call in json.loads(any_of_them.text)["anyOf"]]
-    assert names == ["f", "g"]
+    assert '"const": "f"' in any_of_them.text and '"const": "g"' in any_of_them.text
 
 
 NAMED = {"type": "function", "function": {"name": "h"}}
@@ -206,14 +194,6 @@ NAMED = {"type": "function", "function": {"name": "h"}}
 )
 def test_tools_that_mean_nothing_are_refused(fields: dict[str, Any], param: str) -> None:
     assert refused(HELLO, **fields)["param"] == param
-
-
-def test_definitions_that_collide_are_refused() -> None:
-    tools = [
-        tool("f", parameters={"$defs": {"x": {"type": "number"}}}),
-        tool("g", parameters={"$defs": {"x": {"type": "string"}}}),
-    ]
-    assert refused(HELLO, tools=tools, tool_choice="required")["param"] == "tools"
 
 
 def test_as_many_tools_as_are_allowed_are_taken() -> None:

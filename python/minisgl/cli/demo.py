@@ -11,7 +11,7 @@ import time
 from minisgl.params import SamplingParams
 from minisgl.shell import EXIT_INTERRUPTED, interruptible
 
-from .output import Stats, note, opened, stream_out, write
+from .output import Stats, note, opened, reading, stream_out, write
 
 QUESTION = "What is the capital of France? Answer in one sentence."
 ANSWER_TOKENS = 64
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
         prompt = llm.chat_prompt([{"role": "user", "content": QUESTION}])
         stats = Stats()
         events = llm.stream([prompt], SamplingParams(max_tokens=ANSWER_TOKENS))
-        stream_out(llm, args, stats.watch(interruptible(events)))
+        stream_out(stats.watch(interruptible(events)), reading(llm, args))
         write("\n" if args.quiet else f"\n\n{stats.line()}\n")
         if not (args.quiet or stats.is_interrupted):
             note("next: `minisgl chat` talks to it, `minisgl generate --help` shows more")

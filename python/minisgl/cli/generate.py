@@ -18,7 +18,17 @@ from minisgl.params import ConfigError, FinishReason, InvalidRequestError
 from minisgl.shell import EXIT_INTERRUPTED, interruptible
 
 from .options import sampling_params
-from .output import Stats, cut_hint, note, opened, stream_out, warn_of_template_args, working, write
+from .output import (
+    Stats,
+    cut_hint,
+    note,
+    opened,
+    reading,
+    stream_out,
+    warn_of_template_args,
+    working,
+    write,
+)
 from .prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -80,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json or len(prompts) > 1:
             _print_many(llm, args, answers, events, stats)
         else:
-            stream_out(llm, args, map(answers[0].take, events))
+            stream_out(map(answers[0].take, events), reading(llm, args))
             write("\n")
         if not args.quiet:
             _print_statistics(args, answers, stats)

@@ -19,6 +19,7 @@ from minisgl.params import ConfigError, InvalidRequestError, SamplingParams
 DEFAULT_MODEL = "default"
 MODEL_HELP = "a folder, a .gguf file, a hub id, or default: SmolLM2-135M-Instruct"
 DEFAULT_MAX_TOKENS = 512
+DEFAULT_URL = "http://127.0.0.1:1919"  # where `minisgl serve` listens unless told otherwise
 
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -284,6 +285,18 @@ def sampling_params(
     return SamplingParams(**(values | {n: getattr(args, n) for n in _SAMPLING if n in args}))
 
 
+def request_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags mean in a request to a server; where they are silent, it decides.
+
+    But for the length and the temperature: OpenAI's own defaults make a poor shell.
+    """
+    fields = {n: getattr(args, n) for n in _SAMPLING if n in args}
+    fields = {n: v for n, v in fields.items() if v is not None and v is not False and v != []}
+    if args.template_args:
+        fields["chat_template_kwargs"] = dict(args.template_args)
+    return {"temperature": args.usual["temperature"], **fields}
+
+
 def check_sampling(args: argparse.Namespace) -> None:
     """Raise `ConfigError` naming the flag whose value has no meaning."""
     try:
@@ -292,6 +305,11 @@ def check_sampling(args: argparse.Namespace) -> None:
         field = error.param or ""
         flag = "--" + field.replace("_", "-")
         raise ConfigError(f"{flag} {str(error).removeprefix(field).lstrip()}") from error
+
+
+def engine_flags(args: argparse.Namespace) -> list[str]:
+    """The flags of the engine that were given."""
+    return [flags.split()[0] for name, flags, *_ in _ENGINE if name in args]
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from minisgl.params import FinishReason
-from minisgl.shell import is_stopping
+from minisgl.shell import Piece, is_stopping
 
 from .options import engine_options, set_log_level
 from .progress import LiveLine
@@ -47,14 +47,18 @@ class Stats:
         """Pass `events` on, counting; Ctrl-C ends them, and is remembered."""
         try:
             for event in events:
-                self.last = time.perf_counter()
-                if event.token_ids and self.first is None:
-                    self.first = self.last
-                self.num_tokens += len(event.token_ids)
-                self.num_cut += event.finish_reason is FinishReason.LENGTH
+                self.count(len(event.token_ids), event.finish_reason)
                 yield event
         except KeyboardInterrupt:
             self.is_interrupted = True
+
+    def count(self, num_tokens: int, finish_reason: FinishReason | None) -> None:
+        """Tokens that have just arrived, and why there are no more, if there are none."""
+        self.last = time.perf_counter()
+        if num_tokens and self.first is None:
+            self.first = self.last
+        self.num_tokens += num_tokens
+        self.num_cut += finish_reason is FinishReason.LENGTH
 
     @property
     def tokens_per_second(self) -> float:
@@ -133,16 +137,28 @@ def working(
         llm.step_listeners.remove(count)
 
 
-def stream_out(llm: LLM, args: argparse.Namespace, events: Iterable[StreamEvent]) -> None:
-    """Write one answer as it comes; until it begins, a live line says that the prompt is read."""
+def reading(llm: LLM, args: argparse.Namespace) -> AbstractContextManager[LiveLine]:
+    """A live line that says how much of the prompt has been read."""
 
     def told(num_read: int, num_written: int) -> str:
         return "reading the prompt" + (f": {num_read} tokens" if num_read else "")
 
-    with working(llm, args, told) as line:
+    return working(llm, args, told)
+
+
+def waiting(args: argparse.Namespace) -> AbstractContextManager[LiveLine]:
+    """A live line about a server that has not begun to answer."""
+    return LiveLine(lambda: "waiting for the server", _wants_progress(args))
+
+
+def stream_out(
+    events: Iterable[StreamEvent] | Iterable[Piece], line: AbstractContextManager[LiveLine]
+) -> None:
+    """Write one answer as it comes; `line` is shown until it begins."""
+    with line as shown:
         for event in events:
             if event.text:
-                line.close()
+                shown.close()
                 write(event.text)
 
 

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from minisgl.cli.bench_options import add_bench
 from minisgl.cli.http_options import add_http_flags
 from minisgl.cli.options import (
     DEFAULT_MODEL,
+    DEFAULT_URL,
     MODEL_HELP,
     add_chat_flags,
     add_engine_flags,
@@ -30,6 +32,7 @@ examples:
   minisgl generate --chat "Why is the sky blue?" --model path/to/model.gguf
   minisgl serve                                serve it over HTTP
   minisgl inspect path/to/model.gguf           what it is, what it costs, what fits here
+  minisgl bench serve --users 16               put a running server under load
 
 `minisgl COMMAND --help` shows the flags and examples of one command."""
 
@@ -48,6 +51,8 @@ examples:
   minisgl chat
   minisgl chat --system "You are a pirate." --temperature 0.8
   echo "What is 2 + 2?" | minisgl chat
+  minisgl chat --server                        a server on this machine, at port 1919
+  minisgl chat --server https://example.org/v1 --model some-model
 
 Inside: /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the session."""
 
@@ -89,7 +94,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise SystemExit(0)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.prog += f" {argv[0]}"  # its help has the flags
+        parser.prog = " ".join([parser.prog, *argv[: 2 if argv[0] == "bench" else 1]])
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if "usual" in args:
         check_sampling(args)
@@ -108,6 +113,7 @@ def build_parser() -> Parser:
     _add_serve(commands)
     _add_demo(commands)
     _add_inspect(commands)
+    add_bench(commands)
     return parser
 
 
@@ -160,6 +166,17 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
         description=f"{summary[0].upper()}{summary[1:]}. Reads one message per line when piped.",
     )
     parser.set_defaults(module="minisgl.cli.chat")
+    parser.add_argument(
+        "--server",
+        nargs="?",
+        const=DEFAULT_URL,
+        metavar="URL",
+        help="talk to a running server, any that speaks OpenAI's API, in place of a model in this "
+        f"process (without URL: {DEFAULT_URL})",
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="what the server asks for (default: MINISGL_API_KEY)"
+    )
     add_chat_flags(parser)
     add_quiet_flag(parser)
     add_sampling_flags(parser, shell=True)

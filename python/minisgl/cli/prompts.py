@@ -1,4 +1,4 @@
-"""The prompts of `minisgl generate`: arguments, the lines of a file, or standard input.
+"""The prompts of a command: arguments, the lines of a file, or standard input.
 
 May import `params`. Invariant: a prompt that cannot be used is told before anything is loaded.
 """
@@ -20,14 +20,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts and args.file:
         raise ConfigError("give PROMPT or --file, not both")
     prompts = list(args.prompts)
-    if args.file == "-":
-        prompts = _lines(_read(sys.stdin.buffer, "standard input"))
-    elif args.file:
-        try:
-            with Path(args.file).open("rb") as stream:
-                prompts = _lines(_read(stream, args.file))
-        except OSError as error:
-            raise ConfigError(f"--file: {args.file}: {error.strerror}") from error
+    if args.file:
+        prompts = read_lines(args.file, "--file")
     elif not prompts and not sys.stdin.isatty():
         text = _read(sys.stdin.buffer, "standard input")
         prompts = [text.removesuffix("\n").removesuffix("\r")]
@@ -37,6 +31,17 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
         place = prompts.index("") + 1
         raise ConfigError(f"PROMPT {place} of {len(prompts)} is empty: give it a text, or drop it")
     return prompts
+
+
+def read_lines(file: str, flag: str) -> list[str]:
+    """The lines of a file that are not blank; `-` is standard input. flag: named in errors."""
+    if file == "-":
+        return _lines(_read(sys.stdin.buffer, "standard input"))
+    try:
+        with Path(file).open("rb") as stream:
+            return _lines(_read(stream, file))
+    except OSError as error:
+        raise ConfigError(f"{flag}: {file}: {error.strerror}") from error
 
 
 def _read(stream: BinaryIO, name: str) -> str:

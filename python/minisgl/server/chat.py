@@ -38,8 +38,9 @@ from .protocol_chat import (
 )
 from .reasoning import ReasoningParser
 from .replies import CallDelta, ChunkChoice, Delta, FunctionDelta, chat_logprob
-from .tool_calls import ToolCallDelta, ToolCallParser
-from .tools import BARE, forced_call, format_of, knows_tools, spelled_out
+from .tool_calls import ToolCallDelta, ToolCallParser, ToolFormat
+from .tool_grammar import forced_calls
+from .tools import format_of, knows_tools, spelled_out
 
 
 @dataclass(slots=True)
@@ -142,7 +143,10 @@ async def open_chat(request: Request, body: ChatRequest) -> Chat:
     n = num_choices(body)
     prompt, tools = prompt_of(body), tools_of(body)
     template = server.frontend.info.tool_template or server.frontend.info.chat_template
-    forced = _forced_call(body, tools)
+    style = format_of(template)
+    forced: dict[str, Constraint] = {}
+    if _must_call(body, tools):
+        forced["constraint"], style = _forced(body, tools or [], style)
     if not isinstance(prompt, str) and not knows_tools(template):
         prompt = spelled_out(prompt, tools)
     names = {"prompt": "messages" if body.messages is not None else "prompt"}
@@ -168,7 +172,6 @@ async def open_chat(request: Request, body: ChatRequest) -> Chat:
     )
     may_reason = body.messages is not None and params.constraint is None
     is_inside = await server.opens_reasoning(args) if may_reason else None
-    style = BARE if forced else format_of(template)
     called = [tool["function"]["name"] for tool in tools or ()]
     readers = [
         _Reader(
@@ -183,15 +186,22 @@ async def open_chat(request: Request, body: ChatRequest) -> Chat:
     return Chat(generation, readers)
 
 
-def _forced_call(body: ChatRequest, tools: list[dict[str, Any]] | None) -> dict[str, Constraint]:
-    """The field of `SamplingParams` that makes the model call, if it must."""
-    choice = body.tool_choice
-    if not tools or choice in (None, "auto", "none"):
-        return {}
+def _must_call(body: ChatRequest, tools: list[dict[str, Any]] | None) -> bool:
+    """Whether the answer has to be calls; a 400 if it has to be something else as well."""
+    if not tools or body.tool_choice in (None, "auto", "none"):
+        return False
     if constraint_of(body) is not None:
         raise bad_request("a forced call leaves no room for another constraint", "tool_choice")
-    name = choice.function.name if isinstance(choice, NamedTool) else None
-    return {"constraint": forced_call(tools, name)}
+    return True
+
+
+def _forced(
+    body: ChatRequest, tools: list[dict[str, Any]], style: ToolFormat
+) -> tuple[Constraint, ToolFormat]:
+    """What makes the model call, and how its answer is read."""
+    if isinstance(body.tool_choice, NamedTool):
+        return forced_calls(style, tools, body.tool_choice.function.name)
+    return forced_calls(style, tools, parallel=body.parallel_tool_calls is not False)
 
 
 def chunk_choice(delta: ChatDelta, is_first: bool) -> ChunkChoice:

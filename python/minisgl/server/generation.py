@@ -164,7 +164,8 @@ class Generation:
         return self._single() if len(self.msgs) == 1 else self._several()
 
     async def _single(self) -> AsyncGenerator[tuple[int, UserReply], None]:
-        async with aclosing(self.server.frontend.generate(self.msgs[0])) as replies:  # type: ignore[type-var]
+        replies = self.server.frontend.generate(self.msgs[0])
+        async with aclosing(replies):  # type: ignore[type-var]
             async for reply in replies:
                 yield 0, reply
 

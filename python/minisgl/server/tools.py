@@ -1,8 +1,6 @@
-"""Tools where the sampler, or a chat template without them, has to be told.
+"""Tools for models whose chat template does not know them: spelled out in the conversation.
 
-May import `params`, `server.errors` and `server.tool_calls`. Invariant: a request with tools
-reaches every model that can chat; one whose template does not know them reads of them in its
-system message.
+May import `server.tool_calls`. Invariant: a request with tools reaches every model that can chat.
 """
 
 from __future__ import annotations
@@ -10,13 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from minisgl.params import Constraint
-
-from .errors import bad_request
 from .tool_calls import HERMES, ToolFormat, tool_format_of
-
-# What a forced call is read by: the sampler allows an object and nothing around it.
-BARE = ToolFormat("bare", HERMES.opening, is_bare=True)
 
 _INTRODUCTION = """\
 These functions can be called, each described by a JSON schema:
@@ -37,32 +29,6 @@ def knows_tools(template: str | None) -> bool:
 def format_of(template: str | None) -> ToolFormat:
     """How a model with this template calls."""
     return tool_format_of(template) if knows_tools(template) else HERMES
-
-
-def forced_call(tools: list[dict[str, Any]], name: str | None) -> Constraint:
-    """One call and nothing else: of the function `name`, or of any if it is None."""
-    definitions: dict[str, Any] = {}
-    calls = []
-    for function in (tool["function"] for tool in tools):
-        if name is not None and function["name"] != name:
-            continue
-        parameters = dict(function["parameters"])
-        for key in ("$defs", "definitions"):  # references to them count from the root
-            for entry, schema in parameters.pop(key, {}).items():
-                if definitions.setdefault(key, {}).setdefault(entry, schema) != schema:
-                    raise bad_request(f"two tools define {entry} differently", "tools")
-        calls.append(_call_schema(function["name"], parameters))
-    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return Constraint("json_schema", json.dumps({**schema, **definitions}, ensure_ascii=False))
-
-
-def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
 
 
 def spelled_out(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 from minisgl.params import ConfigError, MinisglError
 
-from .conversation import Chat
+from .conversation import Conversation
 from .interrupt import EXIT_INTERRUPTED, interrupt_calls
 
 PROMPT = "> "
@@ -29,7 +29,7 @@ Ctrl-C          stop the answer and keep the session"""
 WELCOME = "Type a message. /help lists the commands, Ctrl-D ends the session."
 
 
-def run_repl(chat: Chat, answer: Callable[[str], None], note: Callable[[str], None]) -> int:
+def run_repl(chat: Conversation, answer: Callable[[str], None], note: Callable[[str], None]) -> int:
     """Read lines until the end. answer: streams the answer to a text; note: tells the human."""
     is_terminal = sys.stdin.isatty()
     failed = False
@@ -56,7 +56,7 @@ def run_repl(chat: Chat, answer: Callable[[str], None], note: Callable[[str], No
     return int(failed and not is_terminal)
 
 
-def _command(chat: Chat, text: str, note: Callable[[str], None]) -> bool:
+def _command(chat: Conversation, text: str, note: Callable[[str], None]) -> bool:
     """Carry out a command; False ends the session."""
     name, _, rest = text.partition(" ")
     if name in ("/exit", "/quit"):
