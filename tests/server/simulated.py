@@ -20,7 +20,7 @@ import torch
 
 from minisgl.config import SchedulerConfig
 from minisgl.core import Batch
-from minisgl.params import ModelLoadError
+from minisgl.params import InvalidRequestError, ModelLoadError
 
 VOCAB_SIZE = 260
 MAX_SEQ_LEN = 4096
@@ -59,6 +59,12 @@ class SimulatedEngine:
         self.page_table = torch.zeros(rows, dtype=torch.int32)
         self._seconds = float(os.environ.get("SIM_SECONDS", "0"))
         self._sums: dict[int, int] = {}
+
+    def set_grammars(self, grammars: Any) -> None:
+        """No constraints here."""
+
+    def check_constraint(self, constraint: Any) -> None:
+        raise InvalidRequestError("a simulated engine has no grammars", constraint.kind)
 
     def pad_batch(self, batch: Batch) -> None:
         """Nothing to pad."""

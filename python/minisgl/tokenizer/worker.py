@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from minisgl.message import (
@@ -41,9 +40,7 @@ from minisgl.params import (
     ErrorKind,
     FinishReason,
     InvalidRequestError,
-    Logprob,
     MinisglError,
-    PositionLogprobs,
 )
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue, init_logger
 from minisgl.utils.process import Addresses, end_with_parent, read_task
@@ -191,18 +188,9 @@ class TokenizerWorker:
 
     def _name_logprobs(self, reply: UserReply) -> None:
         """Fill in the bytes of each token that is told of."""
-        if reply.logprobs:
-            reply.logprobs = [self._named(position) for position in reply.logprobs]
-        if reply.prompt_logprobs:
-            reply.prompt_logprobs = [self._named(position) for position in reply.prompt_logprobs]
-
-    def _named(self, position: PositionLogprobs) -> PositionLogprobs:
-        return PositionLogprobs(
-            self._with_bytes(position.chosen), [self._with_bytes(one) for one in position.top]
-        )
-
-    def _with_bytes(self, logprob: Logprob) -> Logprob:
-        return replace(logprob, raw=self._bytes[logprob.token_id])
+        named = self._bytes.named
+        reply.logprobs = [named(position) for position in reply.logprobs]
+        reply.prompt_logprobs = [named(position) for position in reply.prompt_logprobs]
 
     def _convert(self, msg: EncodeMsg | DecodeMsg) -> BaseFrontendMsg:
         try:

@@ -17,18 +17,23 @@ from minisgl.message import (
     FromWire,
     to_wire,
 )
+from minisgl.scheduler.gate import ConstraintGate
 from minisgl.utils import ZmqPubQueue, ZmqPullQueue, ZmqPushQueue, ZmqSubQueue
 from minisgl.utils.process import Addresses
+
+HELD_SECONDS = 0.01  # how often the gate is looked at while nothing else happens
 
 
 class PrimaryIO:
     """Rank 0: takes in requests, sends replies to the tokenizer that each request came from.
 
-    before_receive: called at each turn, with whether it is going to wait.
+    before_receive: called at each turn, with whether it is going to wait. gate: where requests
+    wait until their constraint is compiled.
     """
 
     def __init__(self, addresses: Addresses, num_tokenizers: int, num_ranks: int) -> None:
         self.before_receive: Callable[[bool], None] | None = None
+        self.gate: ConstraintGate | None = None
         self._inbox: ZmqPullQueue[BaseBackendMsg] = ZmqPullQueue(
             addresses.scheduler, True, FromWire(BaseBackendMsg)
         )
@@ -45,7 +50,12 @@ class PrimaryIO:
         """All messages that have arrived; waits for one if `blocking`."""
         if self.before_receive is not None:
             self.before_receive(blocking)
-        messages = self._inbox.get_all(None if blocking else 0.0)
+        wait = None if blocking else 0.0
+        if blocking and self.gate is not None and self.gate.is_holding:
+            wait = HELD_SECONDS
+        messages = self._inbox.get_all(wait)
+        if self.gate is not None:
+            messages = self.gate.pass_on(messages)
         if self._ranks is not None:
             self._ranks.put(BatchBackendMsg(messages))
         return messages

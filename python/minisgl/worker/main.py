@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from minisgl.config import DistributedInfo, SchedulerConfig
+from minisgl.constraint import Grammars
 from minisgl.message import (
     BaseBackendMsg,
     BaseFrontendMsg,
@@ -25,6 +26,8 @@ from minisgl.message import (
     to_wire,
 )
 from minisgl.params import MinisglError
+from minisgl.scheduler.gate import ConstraintGate
+from minisgl.tokenizer import TokenBytes, load_tokenizer
 from minisgl.utils import ZmqPushQueue, init_logger
 from minisgl.utils.mp import deliver_and_close
 from minisgl.utils.process import Addresses, end_with_parent, read_task
@@ -92,7 +95,10 @@ def _start(
         io = PrimaryIO(addresses, int(task["num_tokenizers"]), size)
     else:
         io = FollowerIO(addresses)
-    scheduler = ServedScheduler(config, engine, io, eos_token_ids=_wait_for_vocabulary(io))
+    eos_token_ids = _wait_for_vocabulary(io)
+    grammars = Grammars(lambda: _vocabulary(config.model_path, eos_token_ids), engine.vocab_size)
+    engine.set_grammars(grammars)
+    scheduler = ServedScheduler(config, engine, io, eos_token_ids=eos_token_ids)
 
     def tell_stats(is_idle: bool) -> None:
         stats = scheduler.due_stats(is_idle)
@@ -111,10 +117,17 @@ def _start(
 
     if isinstance(io, PrimaryIO):
         io.before_receive = tell_stats
+        io.gate = ConstraintGate(grammars.compile, lambda reply: io.send([reply]))
         to_frontend.put(
             EngineReady(engine.max_seq_len, engine.vocab_size, engine.num_pages, config.page_size)
         )
     return serve
+
+
+def _vocabulary(model_path: str, eos_token_ids: list[int]) -> tuple[Any, Any, Any]:
+    """What grammars are compiled against, loaded when the first one comes."""
+    tokenizer = load_tokenizer(model_path)
+    return tokenizer, TokenBytes(tokenizer), eos_token_ids
 
 
 def _wait_for_vocabulary(io: Any) -> list[int]:
