@@ -34,7 +34,7 @@ class TokenizeManager:
 
     def _one(self, msg: TokenizeMsg) -> IdsOrError:
         try:
-            if isinstance(msg.text, list) and all(type(token) is int for token in msg.text):
+            if isinstance(msg.text, list) and msg.text and type(msg.text[0]) is int:
                 return token_array(msg.text)
             ids = self.encode(msg.text, msg.tools, msg.template_args)
         except MessageError as error:
