@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from minisgl.moe import BaseMoeBackend
     from minisgl.scheduler.utils import PendingReq
 
+Phase = Literal["prefill", "decode", "mixed"]
+
 __all__ = [
     "Batch",
     "ConfigError",
@@ -40,6 +42,7 @@ __all__ = [
     "FinishReason",
     "InvalidRequestError",
     "MinisglError",
+    "Phase",
     "Req",
     "SamplingParams",
     "get_global_ctx",
@@ -52,9 +55,10 @@ class Req:
     """One running request, from the moment it holds a table row until it is freed.
 
     input_ids: CPU int32, the prompt and what was generated so far; the last one is not computed
-    yet. output_len: the most tokens it may generate. cache_handle: its locked prefix, None by hand.
-    num_generated: how many of the given ids are answer, from before a preemption. pending: the
-    entry of the queue that it was made from.
+    yet. num_input: how many it was made with. output_len: the most tokens it may generate.
+    cache_handle: its locked prefix, None by hand. num_generated: how many of the ids that it was
+    made with are answer, from before a preemption. pending: the entry of the queue that it was made
+    from.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Req:
         pending: PendingReq | None = None,
     ) -> None:
         self.input_ids = input_ids
+        self.num_input = self.num_ids
         self.table_idx = table_idx
         self.cached_len = cached_len
         self.device_len = self.num_ids
@@ -102,9 +107,14 @@ class Req:
         return self.max_device_len - self.device_len
 
     @property
-    def num_given(self) -> int:
-        """How many tokens it began with."""
+    def num_prompt(self) -> int:
+        """How many tokens its prompt has."""
         return self.max_device_len - self.output_len
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the next forward computes what it was made with, and no token sampled since."""
+        return self.cached_len < self.num_input
 
     @property
     def extend_len(self) -> int:
@@ -162,6 +172,7 @@ class TokenInts:
 class Batch:
     """The requests of one forward. Everything but `reqs` and `phase` is filled in before it runs.
 
+    phase: "prefill" computes prompts, "decode" the newest token of each request, "mixed" both.
     positions, input_ids, out_loc: ints `(tokens,)` over the padded requests; `out_loc` is where
     each token's K and V go. `ints` has them by name as they were set, so that arrays can go to a
     native program without becoming tensors. `padded_reqs` may end in dummy requests.
@@ -172,7 +183,7 @@ class Batch:
     out_loc = TokenInts()
     attn_metadata: BaseAttnMetadata
 
-    def __init__(self, reqs: Sequence[Req], phase: Literal["prefill", "decode"]) -> None:
+    def __init__(self, reqs: Sequence[Req], phase: Phase) -> None:
         self.reqs = list(reqs)
         self.phase = phase
         self.padded_reqs = self.reqs
@@ -180,12 +191,12 @@ class Batch:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether it computes prompts."""
+        """Whether it computes nothing but prompts."""
         return self.phase == "prefill"
 
     @property
     def is_decode(self) -> bool:
-        """Whether each request computes its newest token."""
+        """Whether each request computes its newest token, and nothing else."""
         return self.phase == "decode"
 
     @property

@@ -15,7 +15,14 @@ from pytest import MonkeyPatch
 
 from minisgl.core import Req
 from minisgl.kvcache import MatchResult
+<<<<<<< ours
 from minisgl.scheduler import PageDemand, PendingReq, Preemptor, admission, prefill
+||||||| base
+from minisgl.scheduler import PageDemand, PendingReq, admission
+=======
+from minisgl.scheduler import PageDemand, PendingReq, admission
+from minisgl.scheduler.queue import Turns
+>>>>>>> theirs
 
 from .world import World
 
@@ -287,6 +294,7 @@ def forget_who_drains(world: World, patch: MonkeyPatch) -> None:
     change_the_demands(world, patch, change)
 
 
+<<<<<<< ours
 def spill_of(world: World) -> Any:
     """The second tier; without one, a world in which the mutant changes nothing."""
     return world.scheduler.cache_manager.spill
@@ -595,3 +603,138 @@ MUTANTS: dict[str, Mutant] = {f.__name__: f for f in (*ALWAYS, *PEAK, *OPTIMISTI
 POLICY_OF: dict[str, str] = {f.__name__: "peak" for f in PEAK}
 POLICY_OF |= {f.__name__: "optimistic" for f in OPTIMISTIC}
 POLICY_OF["reserve_tokens"] = "conservative"
+||||||| base
+MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
+    mutant.__name__: mutant
+    for mutant in (
+        drop_the_repointing,
+        drop_a_lock,
+        reserve_tokens,
+        free_twice,
+        forget_the_duplicates,
+        release_in_flight,
+        match_the_whole_prompt,
+        ignore_the_salt,
+        share_what_failed,
+        keep_the_old_lock,
+        share_a_bad_chunk,
+        share_the_stale_chunk,
+        wait_for_ever,
+        overtake_a_waiting_request,
+        release_a_step_early,
+        charge_the_first_holder,
+        take_hits_for_free,
+        ignore_the_shift,
+        round_down_pages,
+        forget_the_half_prefilled,
+        forget_the_rest_of_the_batch,
+        forget_who_drains,
+    )
+}
+=======
+def join_in_time(world: World, patch: MonkeyPatch) -> None:
+    """Take a prompt that is computed beside others for one that keeps step with them."""
+    patch.setattr(admission, "most_steps_late", lambda num_missing, pace: 0)
+
+
+def forget_to_age(world: World, patch: MonkeyPatch) -> None:
+    """Let a request be overtaken for ever."""
+    patch.setattr(Turns, "_is_aged", lambda turns, pending: False)
+
+
+def overtake_once_more(world: World, patch: MonkeyPatch) -> None:
+    """Look at who has waited long enough before a step only, not after each that starts in it."""
+    patch.setattr(Turns, "may_start", lambda turns, pending: True)
+
+
+def leave_one_behind(world: World, patch: MonkeyPatch) -> None:
+    """Let the last of those that decode make room for a prompt."""
+    answers = world.scheduler.decode_manager
+    schedule = answers.schedule_next_batch
+
+    def mutated() -> Any:
+        batch = schedule()
+        if batch is not None and batch.size > 1 and world.queue:
+            batch.reqs.pop()
+        return batch
+
+    patch.setattr(answers, "schedule_next_batch", mutated)
+
+
+def fill_mixed_batches(world: World, patch: MonkeyPatch) -> None:
+    """Give prompts that are computed beside answers the budget of those that are not."""
+    if world.config.mixed_chunk:
+        patch.setattr(world.scheduler, "mixed_budget", world.config.budget)
+
+
+def count_no_streak(world: World, patch: MonkeyPatch) -> None:
+    """Forget how many batches of prompts have gone before."""
+    scheduler = world.scheduler
+    next_batch = scheduler._next_batch
+
+    def mutated() -> Any:
+        scheduler._prefill_streak = 0
+        return next_batch()
+
+    patch.setattr(scheduler, "_next_batch", mutated)
+
+
+def let_everyone_in(world: World, patch: MonkeyPatch) -> None:
+    """Forget the limit of the queue."""
+    scheduler = world.scheduler
+    patch.setattr(scheduler, "config", dataclasses.replace(scheduler.config, max_queued=0))
+
+
+def let_the_late_finish(world: World, patch: MonkeyPatch) -> None:
+    """End what waits when its deadline passes, but not what runs."""
+    scheduler = world.scheduler
+    expire = scheduler._expire
+
+    def mutated(uid: int) -> None:
+        if any(pending.uid == uid for pending in world.queue):
+            expire(uid)
+
+    patch.setattr(scheduler, "_expire", mutated)
+
+
+UNFAIR: dict[str, Callable[[World, MonkeyPatch], None]] = {
+    mutant.__name__: mutant
+    for mutant in (
+        join_in_time,
+        forget_to_age,
+        overtake_once_more,
+        leave_one_behind,
+        fill_mixed_batches,
+        count_no_streak,
+        let_everyone_in,
+        let_the_late_finish,
+    )
+}
+MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
+    mutant.__name__: mutant
+    for mutant in (
+        drop_the_repointing,
+        drop_a_lock,
+        reserve_tokens,
+        free_twice,
+        forget_the_duplicates,
+        release_in_flight,
+        match_the_whole_prompt,
+        ignore_the_salt,
+        share_what_failed,
+        keep_the_old_lock,
+        share_a_bad_chunk,
+        share_the_stale_chunk,
+        wait_for_ever,
+        overtake_a_waiting_request,
+        release_a_step_early,
+        charge_the_first_holder,
+        take_hits_for_free,
+        ignore_the_shift,
+        round_down_pages,
+        forget_the_half_prefilled,
+        forget_the_rest_of_the_batch,
+        forget_who_drains,
+    )
+} | UNFAIR
+>>>>>>> theirs

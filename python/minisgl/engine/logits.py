@@ -27,7 +27,7 @@ class RowState:
         ids = req.input_ids.long().to(device)
         self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
         self.counts.index_add_(
-            0, ids[req.num_given :], torch.ones_like(ids[req.num_given :], dtype=torch.int32)
+            0, ids[req.num_prompt :], torch.ones_like(ids[req.num_prompt :], dtype=torch.int32)
         )
         self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.seen[ids] = True

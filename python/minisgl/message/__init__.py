@@ -9,6 +9,7 @@ from .backend import (
     BaseBackendMsg,
     BatchBackendMsg,
     ExitMsg,
+    ExpireBackendMsg,
     FlushMsg,
     UserMsg,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "DetokenizeMsg",
     "ErrorReply",
     "ExitMsg",
+    "ExpireBackendMsg",
     "FlushMsg",
     "TokenizeMsg",
     "UserMsg",

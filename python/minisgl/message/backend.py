@@ -53,3 +53,10 @@ class AbortBackendMsg(BaseBackendMsg):
     """End a request in whatever state it is; an unknown uid is remembered for a while."""
 
     uid: int
+
+
+@dataclass(eq=False)
+class ExpireBackendMsg(BaseBackendMsg):
+    """End a request whose deadline has passed, and say so; one that has ended is left alone."""
+
+    uid: int

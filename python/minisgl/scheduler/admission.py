@@ -3,10 +3,9 @@
 A policy is a pure function of what each request holds and may come to need. The theorem that
 `conservative` and `peak` keep: if they say yes, no later allocation of any admitted request fails.
 docs/scheduling.md proves it. The clock of the latter is the decode step: every running request is
-in every decode batch, advances by one token in it, and stands still while prompts are computed,
-which all comes first. Whatever computes prompts and answers in one batch, or several tokens of an
-answer in a step, breaks that. `optimistic` keeps less: what it admits gets its first step. For the
-others `preempt` makes room.
+in every decode or mixed batch and advances by one token in it, and only there. A prompt that is
+computed meanwhile joins late. Whatever computes several tokens of an answer in a step breaks that.
+`optimistic` keeps less: what it admits gets its first step. For the others `preempt` makes room.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class PageDemand:
     held: pages that are its own or locked for it. worst: pages it holds at its longest. tokens:
     what it has stored when its prompt is computed. until: the last decode step (the next one is 1)
     that may find its pages in use. prefix: what it locks, or would lock. unused: so many of the
-    steps until then it will likely not take.
+    steps until then it will likely not take. pace: as `most_steps_late` takes it.
     """
 
     held: int
@@ -60,11 +59,13 @@ class PageDemand:
         prefix: BaseCacheHandle,
         page_size: int,
         *,
+        pace: int = 0,
         unused: int = 0,
     ) -> PageDemand:
         """The demand of a request that would start with `prefix` from the cache."""
         held, worst = prefix.cached_len // page_size, div_ceil(input_len + output_len, page_size)
-        return cls(held, worst, input_len, output_len - 1 + LAG, prefix, unused)
+        late = most_steps_late(input_len - prefix.cached_len, pace)
+        return cls(held, worst, input_len, output_len - 1 + late + LAG, prefix, unused)
 
     @classmethod
     def of_holder(
@@ -75,6 +76,7 @@ class PageDemand:
         page_size: int,
         *,
         prompt_len: int = 0,
+        pace: int = 0,
         unused: int = 0,
     ) -> PageDemand:
         """The demand of a request with pages; its very last token is never stored.
@@ -83,8 +85,17 @@ class PageDemand:
         """
         tokens = max(cached_len, prompt_len)
         held, worst = div_ceil(cached_len, page_size), div_ceil(max_device_len - 1, page_size)
-        until = max_device_len - 1 - tokens + LAG
+        until = max_device_len - 1 - tokens + most_steps_late(tokens - cached_len, pace) + LAG
         return cls(held, worst, tokens, until, prefix, unused)
+
+
+def most_steps_late(num_missing: int, pace: int) -> int:
+    """How many decode steps can pass at most before `num_missing` prompt tokens are computed.
+
+    pace: at least as many of them are computed from one such step to the next; 0: no such step
+    comes in between. The first and the last stretch may be shorter.
+    """
+    return div_ceil(num_missing, pace) + 2 if pace and num_missing else 0
 
 
 class Pool(Protocol):

@@ -21,6 +21,7 @@ class PendingReq:
     """A request in the queue. `chunked_req` holds what is computed of its prompt so far.
 
     One that was preempted has the `num_generated` tokens of its answer so far behind its prompt.
+    num_overtaken: how many that came later have started before it.
     """
 
     uid: int
@@ -30,6 +31,8 @@ class PendingReq:
     salt: str = ""
     num_generated: int = 0
     num_preemptions: int = 0
+    priority: int = 0
+    num_overtaken: int = 0
 
     @property
     def input_len(self) -> int:
@@ -96,6 +99,13 @@ def token_index(
     counts = np.array(lens, dtype=np.int64)
     row = np.repeat(row, counts)
     return row, np.repeat(column - (np.cumsum(counts) - counts), counts) + np.arange(len(row))
+
+
+def count_tokens(batch: Batch) -> tuple[int, int]:
+    """How many tokens a batch is about to compute, and how many of them are of prompts."""
+    lens = [req.extend_len for req in batch.reqs]
+    num_prompt = sum(n for req, n in zip(batch.reqs, lens) if req.is_prefilling)
+    return sum(lens), num_prompt
 
 
 def make_positions(batch: Batch, table: Ints) -> tuple[Ints, tuple[Ints, Ints]]:
