@@ -139,7 +139,6 @@ def check_promises(world: World) -> None:
         raise Violation(f"I7: {in_use.tolist()} pages may be in use at steps {step[:, 0].tolist()}")
 
 
-<<<<<<< ours
 def check_last_resort(world: World) -> None:
     """I7 where requests are preempted: what is left when nobody else can be, fits at its longest.
 
@@ -164,6 +163,8 @@ def check_last_resort(world: World) -> None:
 def check_queue(world: World) -> None:
     """I10, and the rules of preemption: the newest first, never the last, none for ever.
 
+    Where requests may overtake, those that were preempted stand before those that were not.
+
     World.standing: the requests with a row after the step before; `preemptions`: of each request.
     """
     scripts = world.engine.scripts
@@ -173,6 +174,9 @@ def check_queue(world: World) -> None:
     waiting = [pending for pending in world.queue if pending.chunked_req is None]
     orders = [scripts[pending.uid].order for pending in world.queue]
     newest = max([scripts[uid].order for uid in standing], default=-1)
+    if world.engine.max_overtaken:
+        orders = [-1 if p.num_preemptions else scripts[p.uid].order for p in waiting]
+        newest = -1
     if orders != sorted(orders) or any(scripts[p.uid].order < newest for p in waiting):
         raise Violation(f"I10: {orders} wait in this order, and {newest} has started")
     preempted = {p.uid for p in waiting if p.num_preemptions > world.preemptions.get(p.uid, 0)}
@@ -186,8 +190,6 @@ def check_queue(world: World) -> None:
     world.standing = standing
 
 
-||||||| base
-=======
 def steps_until_computed(world: World, num_missing: int) -> int:
     """How many tokens others decode before the rest of a prompt is computed."""
     config, budget = world.config, world.config.budget
@@ -200,7 +202,6 @@ def steps_until_computed(world: World, num_missing: int) -> int:
     return max(div_ceil(num_left, config.max_prefill_streak), 0)
 
 
->>>>>>> theirs
 def check_tree(world: World) -> None:
     """I4 and I5 with the handles of the live requests, and the manager's own check."""
     handles = [req.cache_handle for req in world.live.values() if req.cache_handle is not None]

@@ -33,12 +33,8 @@ class Case:
     overlap: bool = False
     num_steps: int = 1000
     shares: bool = True
-<<<<<<< ours
     admission: str | None = None
-||||||| base
-=======
     is_fair: bool = True
->>>>>>> theirs
 
     def to_json(self) -> str:
         """One line that `from_json` reads back."""
@@ -53,18 +49,12 @@ class Case:
 def random_config(case: Case, rng: random.Random) -> WorldConfig:
     """A world whose size hurts: few pages, few rows, a budget from 1."""
     num_pages = rng.choice([2, 3, rng.randint(4, 12), rng.randint(4, 60), rng.randint(4, 60)])
-<<<<<<< ours
     policies = ["conservative", "peak", "peak", "optimistic", "optimistic"]
     admission = case.admission or rng.choice(policies)
     is_optimistic = admission == "optimistic"
     if is_optimistic:
         num_pages = rng.choice([num_pages, rng.randint(8, 60)])
-    return WorldConfig(
-||||||| base
-    return WorldConfig(
-=======
     config = WorldConfig(
->>>>>>> theirs
         page_size=case.page_size,
         num_pages=num_pages,
         num_rows=rng.choice([1, 2, 3, rng.randint(2, 8)]) + is_optimistic,

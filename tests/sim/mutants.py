@@ -15,14 +15,8 @@ from pytest import MonkeyPatch
 
 from minisgl.core import Req
 from minisgl.kvcache import MatchResult
-<<<<<<< ours
 from minisgl.scheduler import PageDemand, PendingReq, Preemptor, admission, prefill
-||||||| base
-from minisgl.scheduler import PageDemand, PendingReq, admission
-=======
-from minisgl.scheduler import PageDemand, PendingReq, admission
 from minisgl.scheduler.queue import Turns
->>>>>>> theirs
 
 from .world import World
 
@@ -294,7 +288,6 @@ def forget_who_drains(world: World, patch: MonkeyPatch) -> None:
     change_the_demands(world, patch, change)
 
 
-<<<<<<< ours
 def spill_of(world: World) -> Any:
     """The second tier; without one, a world in which the mutant changes nothing."""
     return world.scheduler.cache_manager.spill
@@ -550,88 +543,6 @@ def see_the_shortage_too_late(world: World, patch: MonkeyPatch) -> None:
     patch.setattr(preemptor, "make_room", mutated)
 
 
-Mutant = Callable[[World, MonkeyPatch], None]
-
-ALWAYS: tuple[Mutant, ...] = (
-    drop_the_repointing,
-    drop_a_lock,
-    reserve_tokens,
-    free_twice,
-    forget_the_duplicates,
-    release_in_flight,
-    match_the_whole_prompt,
-    ignore_the_salt,
-    share_what_failed,
-    keep_the_old_lock,
-    share_a_bad_chunk,
-    share_the_stale_chunk,
-    wait_for_ever,
-    overtake_a_waiting_request,
-    reuse_pages_before_they_are_copied_out,
-    compute_before_it_is_copied_back,
-    ignore_the_salt_of_the_second_tier,
-    let_the_tier_forget_what_is_found,
-    take_spilled_hits_for_free,
-    forget_the_pages_that_were_restored,
-    restore_the_wrong_pages,
-)
-PEAK: tuple[Mutant, ...] = (
-    release_a_step_early,
-    charge_the_first_holder,
-    take_hits_for_free,
-    ignore_the_shift,
-    round_down_pages,
-    forget_the_half_prefilled,
-    forget_the_rest_of_the_batch,
-    forget_who_drains,
-)
-OPTIMISTIC: tuple[Mutant, ...] = (
-    preempt_without_handing_over,
-    free_a_preempted_twice,
-    forget_the_spliced_tokens,
-    take_an_answer_for_a_prompt,
-    go_on_with_a_preempted,
-    preempt_the_oldest,
-    preempt_the_last,
-    preempt_for_ever,
-    preempt_in_flight,
-    put_back_at_the_end,
-    see_the_shortage_too_late,
-)
-MUTANTS: dict[str, Mutant] = {f.__name__: f for f in (*ALWAYS, *PEAK, *OPTIMISTIC)}
-# The policy that a mutant breaks, where it is one.
-POLICY_OF: dict[str, str] = {f.__name__: "peak" for f in PEAK}
-POLICY_OF |= {f.__name__: "optimistic" for f in OPTIMISTIC}
-POLICY_OF["reserve_tokens"] = "conservative"
-||||||| base
-MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
-    mutant.__name__: mutant
-    for mutant in (
-        drop_the_repointing,
-        drop_a_lock,
-        reserve_tokens,
-        free_twice,
-        forget_the_duplicates,
-        release_in_flight,
-        match_the_whole_prompt,
-        ignore_the_salt,
-        share_what_failed,
-        keep_the_old_lock,
-        share_a_bad_chunk,
-        share_the_stale_chunk,
-        wait_for_ever,
-        overtake_a_waiting_request,
-        release_a_step_early,
-        charge_the_first_holder,
-        take_hits_for_free,
-        ignore_the_shift,
-        round_down_pages,
-        forget_the_half_prefilled,
-        forget_the_rest_of_the_batch,
-        forget_who_drains,
-    )
-}
-=======
 def join_in_time(world: World, patch: MonkeyPatch) -> None:
     """Take a prompt that is computed beside others for one that keeps step with them."""
     patch.setattr(admission, "most_steps_late", lambda num_missing, pace: 0)
@@ -697,44 +608,67 @@ def let_the_late_finish(world: World, patch: MonkeyPatch) -> None:
     patch.setattr(scheduler, "_expire", mutated)
 
 
-UNFAIR: dict[str, Callable[[World, MonkeyPatch], None]] = {
-    mutant.__name__: mutant
-    for mutant in (
-        join_in_time,
-        forget_to_age,
-        overtake_once_more,
-        leave_one_behind,
-        fill_mixed_batches,
-        count_no_streak,
-        let_everyone_in,
-        let_the_late_finish,
-    )
-}
-MUTANTS: dict[str, Callable[[World, MonkeyPatch], None]] = {
-    mutant.__name__: mutant
-    for mutant in (
-        drop_the_repointing,
-        drop_a_lock,
-        reserve_tokens,
-        free_twice,
-        forget_the_duplicates,
-        release_in_flight,
-        match_the_whole_prompt,
-        ignore_the_salt,
-        share_what_failed,
-        keep_the_old_lock,
-        share_a_bad_chunk,
-        share_the_stale_chunk,
-        wait_for_ever,
-        overtake_a_waiting_request,
-        release_a_step_early,
-        charge_the_first_holder,
-        take_hits_for_free,
-        ignore_the_shift,
-        round_down_pages,
-        forget_the_half_prefilled,
-        forget_the_rest_of_the_batch,
-        forget_who_drains,
-    )
-} | UNFAIR
->>>>>>> theirs
+Mutant = Callable[[World, MonkeyPatch], None]
+
+ALWAYS: tuple[Mutant, ...] = (
+    drop_the_repointing,
+    drop_a_lock,
+    reserve_tokens,
+    free_twice,
+    forget_the_duplicates,
+    release_in_flight,
+    match_the_whole_prompt,
+    ignore_the_salt,
+    share_what_failed,
+    keep_the_old_lock,
+    share_a_bad_chunk,
+    share_the_stale_chunk,
+    wait_for_ever,
+    overtake_a_waiting_request,
+    reuse_pages_before_they_are_copied_out,
+    compute_before_it_is_copied_back,
+    ignore_the_salt_of_the_second_tier,
+    let_the_tier_forget_what_is_found,
+    take_spilled_hits_for_free,
+    forget_the_pages_that_were_restored,
+    restore_the_wrong_pages,
+)
+PEAK: tuple[Mutant, ...] = (
+    release_a_step_early,
+    charge_the_first_holder,
+    take_hits_for_free,
+    ignore_the_shift,
+    round_down_pages,
+    forget_the_half_prefilled,
+    forget_the_rest_of_the_batch,
+    forget_who_drains,
+)
+OPTIMISTIC: tuple[Mutant, ...] = (
+    preempt_without_handing_over,
+    free_a_preempted_twice,
+    forget_the_spliced_tokens,
+    take_an_answer_for_a_prompt,
+    go_on_with_a_preempted,
+    preempt_the_oldest,
+    preempt_the_last,
+    preempt_for_ever,
+    preempt_in_flight,
+    put_back_at_the_end,
+    see_the_shortage_too_late,
+)
+UNFAIR: tuple[Mutant, ...] = (
+    join_in_time,
+    forget_to_age,
+    overtake_once_more,
+    leave_one_behind,
+    fill_mixed_batches,
+    count_no_streak,
+    let_everyone_in,
+    let_the_late_finish,
+)
+MUTANTS: dict[str, Mutant] = {f.__name__: f for f in (*ALWAYS, *PEAK, *OPTIMISTIC, *UNFAIR)}
+# The policy that a mutant breaks, where it is one.
+POLICY_OF: dict[str, str] = {f.__name__: "peak" for f in PEAK}
+POLICY_OF |= {f.__name__: "optimistic" for f in OPTIMISTIC}
+POLICY_OF["join_in_time"] = "peak"
+POLICY_OF["reserve_tokens"] = "conservative"

@@ -6,26 +6,14 @@ import pytest
 
 from .driver import Case, run_case
 from .engine import Violation
-<<<<<<< ours
-from .mutants import MUTANTS, POLICY_OF
-||||||| base
-from .mutants import MUTANTS
-=======
-from .mutants import MUTANTS, UNFAIR
->>>>>>> theirs
+from .mutants import MUTANTS, POLICY_OF, UNFAIR
 
 MAX_CASES = 40
 STEPS_PER_CASE = 400
 
 
 def cases_for(name: str) -> list[Case]:
-<<<<<<< ours
     """Worlds of all kinds that the mutant can break; half of them with overlap."""
-||||||| base
-    """Worlds of all kinds; half of them with overlap."""
-=======
-    """Worlds of all kinds; half of them with overlap, with policies where those are broken."""
->>>>>>> theirs
     return [
         Case(
             seed=seed,
@@ -34,12 +22,8 @@ def cases_for(name: str) -> list[Case]:
             overlap=seed % 2 == 0,
             num_steps=STEPS_PER_CASE,
             shares=seed % 3 > 0,
-<<<<<<< ours
             admission=POLICY_OF.get(name),
-||||||| base
-=======
-            is_fair=name in UNFAIR,
->>>>>>> theirs
+            is_fair=MUTANTS[name] in UNFAIR,
         )
         for seed in range(1000, 1000 + MAX_CASES)
     ]

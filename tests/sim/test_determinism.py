@@ -28,25 +28,13 @@ def test_one_seed_gives_one_byte_identical_trace(page_size: int, overlap: bool) 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_two_ranks_that_are_fed_the_same_messages_give_the_same_trace(overlap: bool) -> None:
-<<<<<<< ours
     case = Case(16, 2, "radix", overlap, 400)
-||||||| base
-    case = Case(11, 2, "radix", overlap, 400)
-=======
-    case = Case(12, 2, "radix", overlap, 400)
->>>>>>> theirs
     rng = random.Random(case.to_json())
     config = random_config(case, rng)
     leader, follower = World(config), World(config)
     driver = Driver(leader, rng, is_fair=case.is_fair)
     driver.fault_rate = 0.0  # faults of one rank alone are another matter
-<<<<<<< ours
     for event in ("submit", "abort", "flush", "reset", "reload"):
-||||||| base
-    for event in ("submit", "abort", "flush"):
-=======
-    for event in ("submit", "abort", "flush", "reset"):
->>>>>>> theirs
         send_to_both(event, leader, follower)
     for step in range(case.num_steps):
         driver.step()

@@ -28,12 +28,9 @@ CONFIGS = [
         vocab_size=3,
         share_prefixes=1,
     ),
-<<<<<<< ours
     WorldConfig(
         page_size=1, num_pages=9, num_rows=2, budget=3, overlap=True, vocab_size=3, spill_pages=5
     ),
-||||||| base
-=======
     WorldConfig(
         page_size=2,
         num_pages=7,
@@ -57,7 +54,6 @@ CONFIGS = [
         max_overtaken=1,
         max_queued=2,
     ),
->>>>>>> theirs
 ]
 # Two or three requests in four pages, one of which can end while another grows.
 TINY_SHORT_DEPTH, TINY_LONG_DEPTH = 4, 6
@@ -72,20 +68,14 @@ TINY = [
         **policy,
     )
     for overlap in (False, True)
-<<<<<<< ours
-    for sizes in ({"page_size": 1, "budget": 2}, {"page_size": 2, "budget": 8})
-    for spill_pages in (0, 3)
-    for policy in ({"admission": "peak"}, {"admission": "optimistic", "admission_share": 0.001})
-||||||| base
-    for sizes in ({"page_size": 1, "budget": 2}, {"page_size": 2, "budget": 8})
-=======
     for sizes in (
         {"page_size": 1, "budget": 2},
         {"page_size": 2, "budget": 8},
         {"page_size": 1, "budget": 2, "mixed_chunk": 1, "queue_order": "skip"},
         {"page_size": 2, "budget": 1, "max_prefill_streak": 1},
     )
->>>>>>> theirs
+    for spill_pages in (0, 3)
+    for policy in ({"admission": "peak"}, {"admission": "optimistic", "admission_share": 0.001})
 ]
 TINY_EVENTS = {"short": ([2], 1), "long": ([1], 3), "shared": ([1, 2, 1], 1)}
 
@@ -117,17 +107,11 @@ def play_all(config: WorldConfig, depth: int) -> None:
                 raise AssertionError(f"{history} in {config}") from error
 
 
-<<<<<<< ours
 configs = pytest.mark.parametrize(
-    "config", CONFIGS, ids=["chunks", "pages", "normal", "shared", "spilled"]
+    "config",
+    CONFIGS,
+    ids=["chunks", "pages", "normal", "shared", "spilled", "mixed", "streak"],
 )
-||||||| base
-configs = pytest.mark.parametrize("config", CONFIGS, ids=["chunks", "pages", "normal", "shared"])
-=======
-configs = pytest.mark.parametrize(
-    "config", CONFIGS, ids=["chunks", "pages", "normal", "shared", "mixed", "streak"]
-)
->>>>>>> theirs
 
 
 @configs
@@ -152,17 +136,14 @@ def play_tiny(config: WorldConfig, history: tuple[str, ...]) -> int:
     return world.counts["preempted"]
 
 
-<<<<<<< ours
 tiny = pytest.mark.parametrize(
-    "config", TINY, ids=lambda c: f"{c.admission}-{c.page_size}-{c.overlap}-{c.spill_pages}"
+    "config",
+    TINY,
+    ids=lambda c: (
+        f"{c.admission}-{c.page_size}-{c.mixed_chunk}-{c.max_prefill_streak}-{c.overlap}"
+        f"-{c.spill_pages}"
+    ),
 )
-||||||| base
-tiny = pytest.mark.parametrize("config", TINY, ids=lambda c: f"{c.page_size}-{c.overlap}")
-=======
-tiny = pytest.mark.parametrize(
-    "config", TINY, ids=lambda c: f"{c.page_size}-{c.budget}-{c.mixed_chunk}-{c.overlap}"
-)
->>>>>>> theirs
 
 
 @tiny

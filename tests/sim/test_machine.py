@@ -25,21 +25,15 @@ configs = st.builds(
     vocab_size=st.integers(2, 3),
     pad_decode_to=st.sampled_from([1, 2]),
     share_prefixes=st.sampled_from([0, 1, 1, 3]),
-<<<<<<< ours
     spill_pages=st.sampled_from([0, 1, 2, 3, 9]),
-).map(lambda c: c if c.cache_type == "radix" else replace(c, spill_pages=0))
-policies = st.sampled_from(
-    [("conservative", None), ("peak", None), ("optimistic", None), ("optimistic", 0.05)]
-||||||| base
-    admission=st.sampled_from(["conservative", "peak"]),
-=======
-    admission=st.sampled_from(["conservative", "peak"]),
     max_prefill_streak=st.sampled_from([0, 0, 1, 2]),
     mixed_chunk=st.sampled_from([0, 0, 1, 3]),
     queue_order=st.sampled_from(["fcfs", *QUEUE_ORDERS]),
     max_overtaken=st.integers(0, 3),
     max_queued=st.sampled_from([0, 0, 2]),
->>>>>>> theirs
+).map(lambda c: c if c.cache_type == "radix" else replace(c, spill_pages=0))
+policies = st.sampled_from(
+    [("conservative", None), ("peak", None), ("optimistic", None), ("optimistic", 0.05)]
 )
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 

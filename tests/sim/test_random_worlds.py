@@ -92,7 +92,6 @@ def watch(world: World, seen: Counter[str]) -> None:
             seen["prefix hits"] += req.cache_handle.cached_len > 0
         return batch
 
-<<<<<<< ours
     restore = manager.restore
 
     def counted_restore(ids, handle, salt):  # type: ignore[no-untyped-def]
@@ -100,35 +99,23 @@ def watch(world: World, seen: Counter[str]) -> None:
         seen["restored"] += longer.cached_len > handle.cached_len
         return longer
 
-||||||| base
-=======
     def counted_step(record):  # type: ignore[no-untyped-def]
         seen["head waits for decode step"] += record.head_waits_for == "decode step"
 
->>>>>>> theirs
     policy = queue.policy
 
     def counted_policy(*args):  # type: ignore[no-untyped-def]
         admits = policy(*args)
-<<<<<<< ours
-        if admits and not conservative(*args):
-            seen["admitted by the peak alone"] += peak(*args)
-            seen["admitted by the guess alone"] += not peak(*args)
-||||||| base
-        seen["admitted by the peak alone"] += admits and not conservative(*args)
-=======
-        by_peak = admits and not conservative(*args)
+        by_peak = admits and not conservative(*args) and peak(*args)
+        by_guess = admits and not conservative(*args) and not by_peak
         seen["admitted by the peak alone"] += by_peak
         seen["admitted by the peak though others decode"] += by_peak and queue.pace > 0
->>>>>>> theirs
+        seen["admitted by the guess alone"] += by_guess
+        seen["admitted by the guess though others decode"] += by_guess and queue.pace > 0
         return admits
 
-<<<<<<< ours
     manager.restore = counted_restore  # type: ignore[method-assign]
-||||||| base
-=======
     world.scheduler.step_listeners.append(counted_step)
->>>>>>> theirs
     queue.policy = counted_policy
     cache.evict = counted_evict  # type: ignore[method-assign]
     manager.cache_req = counted_cache_req  # type: ignore[method-assign]

@@ -46,15 +46,8 @@ EOS = 0
 class WorldConfig:
     """The size of a world. `vocab_size` is small so that prefixes collide.
 
-<<<<<<< ours
     share_prefixes: how many shared tokens are worth a wait, 0 for never. spill_pages: the slots of
-    the second tier.
-||||||| base
-    share_prefixes: how many shared tokens are worth a wait, 0 for never.
-=======
-    share_prefixes: how many shared tokens are worth a wait, 0 for never. The rest as in
-    `SchedulerConfig`.
->>>>>>> theirs
+    the second tier. The rest as in `SchedulerConfig`.
     """
 
     page_size: int = 1
@@ -68,17 +61,13 @@ class WorldConfig:
     pad_decode_to: int = 1
     share_prefixes: int = 0
     admission: str = "conservative"
-<<<<<<< ours
     spill_pages: int = 0
     admission_share: float | None = None
-||||||| base
-=======
     max_prefill_streak: int = 0
     mixed_chunk: int = 0
     queue_order: str = "fcfs"
     max_overtaken: int = 0
     max_queued: int = 0
->>>>>>> theirs
 
 
 @dataclass
@@ -135,17 +124,13 @@ class World:
             cache_type=config.cache_type,  # type: ignore[arg-type]
             share_prefixes=config.share_prefixes,
             admission=config.admission,
-<<<<<<< ours
             kv_spill_bytes=config.spill_pages * self.engine.page_bytes,
             admission_share=config.admission_share,
-||||||| base
-=======
             max_prefill_streak=config.max_prefill_streak,
             mixed_chunk=config.mixed_chunk,
             queue_order=config.queue_order,
             max_overtaken=config.max_overtaken,
             max_queued=config.max_queued,
->>>>>>> theirs
         )
         self.scheduler = Scheduler(scheduler_config, self.engine, self, eos_token_ids=[EOS])
         self.book: dict[int, Entry] = {}
@@ -179,33 +164,22 @@ class World:
         ignore_eos: bool = False,
         stop_ids: Sequence[int] = (),
         nan_after: int | None = None,
-<<<<<<< ours
         ends_after: int | None = None,
-||||||| base
-=======
         priority: int = 0,
         deadline: int | None = None,
->>>>>>> theirs
     ) -> None:
-<<<<<<< ours
-        """Send a request; salts are "" or one letter. ends_after: it stops after so many tokens."""
-||||||| base
-        """Send a request; salts are "" or one letter."""
-=======
-        """Send a request; salts are "" or one letter, a deadline is the number of a step."""
->>>>>>> theirs
+        """Send a request; salts are "" or one letter, a deadline is the number of a step.
+
+        ends_after: it stops after so many tokens.
+        """
         given: list[tuple[str, Any, Any]] = [
             ("salt", salt, ""),
             ("ignore_eos", ignore_eos, False),
             ("stop_ids", list(stop_ids), []),
             ("nan_after", nan_after, None),
-<<<<<<< ours
             ("ends_after", ends_after, None),
-||||||| base
-=======
             ("priority", priority, 0),
             ("deadline", deadline, None),
->>>>>>> theirs
         ]
         changed = {name: value for name, value, default in given if value != default}
         vocab_size = self.config.vocab_size - (ends_after is not None)
@@ -285,17 +259,11 @@ class World:
             self.last_data = self.scheduler.overlap_loop(self.last_data)
         else:
             self.scheduler.normal_loop()
-<<<<<<< ours
-        if self.num_steps % self.check_every == 0 or self.engine.violations:
-            self.check()
-||||||| base
-        self.check()
-=======
         if any(entry.is_late for entry in self.late):
             raise Violation(f"I9: deadlines have passed, and they go on: {self.late}")
         self.late.clear()
-        self.check()
->>>>>>> theirs
+        if self.num_steps % self.check_every == 0 or self.engine.violations:
+            self.check()
 
     def drain(self) -> None:
         """Turn until idle; every request must have come to its end by then."""
@@ -424,6 +392,9 @@ class World:
         limit = 0 if self.config.mixed_chunk else self.config.max_prefill_streak
         if self.streak > limit and (limit or self.config.mixed_chunk):
             self.engine.violate(f"I8: {running} wait for the prompts of {uids}")
+        for pending in self.queue:
+            started = self.engine.scripts[pending.uid].started
+            started.setdefault(pending.num_preemptions, len(self.engine.started))
         self.counts[batch.phase] += 1
         return self._prepare(batch)
 
@@ -452,8 +423,9 @@ class World:
         for event in self.engine.trace:
             self.trace.update(repr(event).encode())
         self.engine.trace.clear()
-        if self.config.max_queued and len(self.queue) > self.config.max_queued:
-            raise Violation(f"I8: {len(self.queue)} requests wait")
+        num_new = sum(not pending.num_preemptions for pending in self.queue)
+        if self.config.max_queued and num_new > self.config.max_queued:
+            raise Violation(f"I8: {num_new} requests wait that were not preempted")
         check_rows(self)
         check_pages(self)
         check_spill(self)
