@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ __all__ = [
     "Phase",
     "Req",
     "SamplingParams",
+    "Spans",
     "get_global_ctx",
     "reset_global_ctx",
     "set_global_ctx",
@@ -124,7 +125,7 @@ class Req:
     @property
     def can_decode(self) -> bool:
         """Whether it may be in a decode batch."""
-        return self.remain_len > 0
+        return self.device_len < self.max_device_len
 
     @property
     def is_sampled(self) -> bool:
@@ -152,6 +153,32 @@ class Req:
         )
 
 
+class Spans(NamedTuple):
+    """What each request of a batch computes next, asked once for all who lay out its arrays.
+
+    rows, starts, ends: int64 `(requests,)`, the table row and the positions `[start, end)`.
+    num_tokens: of all together.
+    """
+
+    rows: np.ndarray[Any, Any]
+    starts: np.ndarray[Any, Any]
+    ends: np.ndarray[Any, Any]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, reqs: Sequence[Req]) -> Spans:
+        """As the requests are now."""
+        rows, starts = [req.table_idx for req in reqs], [req.cached_len for req in reqs]
+        ends = [req.device_len for req in reqs]
+        num_tokens = sum(ends) - sum(starts)
+        return cls(
+            np.array(rows, dtype=np.int64),
+            np.array(starts, dtype=np.int64),
+            np.array(ends, dtype=np.int64),
+            num_tokens,
+        )
+
+
 class TokenInts:
     """A field of integers `(tokens,)`: set from a tensor or a numpy array, it reads as a tensor."""
 
@@ -175,7 +202,8 @@ class Batch:
     phase: "prefill" computes prompts, "decode" the newest token of each request, "mixed" both.
     positions, input_ids, out_loc: ints `(tokens,)` over the padded requests; `out_loc` is where
     each token's K and V go. `ints` has them by name as they were set, so that arrays can go to a
-    native program without becoming tensors. `padded_reqs` may end in dummy requests.
+    native program without becoming tensors. `padded_reqs` may end in dummy requests; `spans` is
+    what `Spans.of` gives for them, if it was asked for.
     """
 
     input_ids = TokenInts()
@@ -187,6 +215,7 @@ class Batch:
         self.reqs = list(reqs)
         self.phase = phase
         self.padded_reqs = self.reqs
+        self.spans: Spans | None = None
         self.ints: dict[str, torch.Tensor | np.ndarray] = {}
 
     @property

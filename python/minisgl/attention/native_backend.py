@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl.core import Batch, Context
+from minisgl.core import Batch, Context, Spans
 from minisgl.kernel import native, native_attention
 from minisgl.kernel.native_attention import KVTensors, PagedBatch
 from minisgl.kvcache import BaseKVCachePool
@@ -43,13 +43,9 @@ class NativeAttnBackend(BaseAttnBackend):
 
     def prepare_metadata(self, batch: Batch) -> None:
         """Copy the rows of the page table; `IndexError` if they point outside of the pool."""
-        reqs = batch.padded_reqs
+        rows, starts, ends, _ = batch.spans or Spans.of(batch.padded_reqs)
         paged = native_attention.snapshot(
-            self._ctx.page_table,
-            [req.table_idx for req in reqs],
-            [req.extend_len for req in reqs],
-            [req.device_len for req in reqs],
-            self._layer(0).pool[-1],
+            self._ctx.page_table, rows, ends - starts, ends, self._layer(0).pool[-1]
         )
         batch.attn_metadata = NativeAttnMetadata(paged)
 

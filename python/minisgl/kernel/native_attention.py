@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -146,9 +145,9 @@ def _address(name: str, x: np.ndarray) -> int:
 
 def snapshot(
     page_table: torch.Tensor,
-    table_indices: Sequence[int],
-    query_lens: Sequence[int],
-    kv_lens: Sequence[int],
+    table_indices: Sequence[int] | np.ndarray,
+    query_lens: Sequence[int] | np.ndarray,
+    kv_lens: Sequence[int] | np.ndarray,
     num_locations: int,
 ) -> PagedBatch:
     """A `PagedBatch` with a copy of the rows `table_indices` of an int32 page table, as far as each
@@ -160,11 +159,14 @@ def snapshot(
     n = len(kv_lens)
     if len(table_indices) != n or len(query_lens) != n:
         raise ValueError(f"{len(table_indices)} rows and {len(query_lens)} counts, {n} lengths")
-    longest = max(kv_lens, default=0)
+    longest = int(np.maximum.reduce(kv_lens, initial=0))
     if longest > page_table.shape[1]:
         raise IndexError(f"a request of {longest} tokens, a page table of {page_table.shape[1]}")
     ints = np.empty(3 * n + 1 + n * longest, np.int32)
-    ints[: 3 * n + 1] = [*accumulate(query_lens, initial=0), *kv_lens, *table_indices]
+    ints[0] = 0
+    np.add.accumulate(query_lens, dtype=np.int32, out=ints[1 : n + 1])
+    ints[n + 1 : 2 * n + 1] = kv_lens
+    ints[2 * n + 1 : 3 * n + 1] = table_indices
     batch = PagedBatch(ints, n, longest)
     _, _, length_address, rows_address, _ = batch.addresses
     native.load().snapshot_rows(

@@ -15,7 +15,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from minisgl.config import SchedulerConfig
-from minisgl.core import Batch, ConfigError, ErrorKind, FinishReason, InvalidRequestError, Req
+from minisgl.core import (
+    Batch,
+    ConfigError,
+    ErrorKind,
+    FinishReason,
+    InvalidRequestError,
+    Req,
+    Spans,
+)
 from minisgl.env import ENV
 from minisgl.kvcache import SpillTier
 from minisgl.message import (
@@ -298,14 +306,15 @@ class Scheduler:
     def _prepare_batch(self, batch: Batch) -> ForwardInput:
         """Allocate pages and lay out everything that the forward reads."""
         self.engine.pad_batch(batch)
-        self.cache_manager.allocate_paged(batch.reqs)
-        batch.positions, input_tuple = make_positions(batch, self._tokens)
+        batch.spans = spans = Spans.of(batch.padded_reqs)
+        self.cache_manager.allocate_paged(batch.reqs, spans)
+        batch.positions, input_tuple = make_positions(spans, self._tokens)
         batch.out_loc = self._locations[input_tuple]
         return ForwardInput(
             batch=batch,
             sample_args=self.engine.prepare(batch),
             input_tuple=input_tuple,
-            write_tuple=make_write_tuple(batch.reqs, self._tokens),
+            write_tuple=make_write_tuple(batch.reqs, spans, self._tokens),
         )
 
     def _launch(self, forward_input: ForwardInput | None) -> ForwardData | None:
