@@ -7,7 +7,7 @@ wrap methods from outside, so that they stay mutants of whatever the scheduler b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from pytest import MonkeyPatch
 from minisgl.core import Req
 from minisgl.kvcache import MatchResult
 from minisgl.scheduler import PageDemand, PendingReq, Preemptor, admission, prefill
+from minisgl.scheduler.admission import Promises
 from minisgl.scheduler.queue import Turns
 
 from .world import World
@@ -194,6 +195,12 @@ def overtake_a_waiting_request(world: World, patch: MonkeyPatch) -> None:
     patch.setattr(queue, "schedule_next_batch", mutated)
 
 
+def demands_of(promised: Promises) -> list[PageDemand]:
+    """One by one."""
+    fields = zip(promised.ints.T.tolist(), promised.prefixes)
+    return [PageDemand(*ints, prefix, unused) for (*ints, unused), prefix in fields]
+
+
 def change_the_demands(
     world: World, patch: MonkeyPatch, change: Callable[[PageDemand, list[PageDemand]], Any]
 ) -> None:
@@ -201,8 +208,9 @@ def change_the_demands(
     queue = world.scheduler.prefill_manager
     policy = queue.policy
 
-    def mutated(candidate: PageDemand, promised: Sequence[PageDemand], pool: Any) -> bool:
-        return policy(*change(candidate, list(promised)), pool)
+    def mutated(candidate: PageDemand, promised: Promises, pool: Any) -> bool:
+        candidate, demands = change(candidate, demands_of(promised))
+        return policy(candidate, Promises(demands), pool)
 
     patch.setattr(queue, "policy", mutated)
 
@@ -263,9 +271,9 @@ def forget_the_half_prefilled(world: World, patch: MonkeyPatch) -> None:
     queue, manager = world.scheduler.prefill_manager, world.scheduler.cache_manager
     promised = queue._promised
 
-    def mutated() -> list[PageDemand]:
-        both = zip(promised(), manager.holders, strict=True)
-        return [demand for demand, req in both if req.is_sampled]
+    def mutated() -> Promises:
+        both = zip(demands_of(promised()), manager.holders, strict=True)
+        return Promises(demand for demand, req in both if req.is_sampled)
 
     patch.setattr(queue, "_promised", mutated)
 
@@ -382,7 +390,7 @@ def take_spilled_hits_for_free(world: World, patch: MonkeyPatch) -> None:
 
     policy = queue.policy
 
-    def mutated(candidate: PageDemand, promised: Sequence[PageDemand], pool: Any) -> bool:
+    def mutated(candidate: PageDemand, promised: Promises, pool: Any) -> bool:
         less = hits[0] // manager.page_size
         fewer = dataclasses.replace(
             candidate, held=candidate.held + less, tokens=candidate.tokens - less

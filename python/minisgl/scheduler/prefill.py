@@ -11,7 +11,7 @@ have the same key if they share `min_shared` tokens more: one look-up replaces a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from typing import TypeAlias
 
 from minisgl.core import Batch, Req, SamplingParams
@@ -19,7 +19,7 @@ from minisgl.kvcache import BaseCacheHandle
 from minisgl.message import UserMsg
 from minisgl.utils import align_ceil, align_down, div_ceil
 
-from .admission import AdmissionPolicy, PageDemand, conservative
+from .admission import AdmissionPolicy, PageDemand, Promises, conservative
 from .cache import CacheManager
 from .decode import DecodeManager
 from .forecast import Forecast
@@ -68,7 +68,7 @@ class PrefillAdder:
         cache_manager: CacheManager,
         table_manager: TableManager,
         *,
-        promised: Sequence[PageDemand] = (),
+        promised: Promises | None = None,
         policy: AdmissionPolicy = conservative,
         forecast: Forecast | None = None,
         min_shared: int = 0,
@@ -81,7 +81,7 @@ class PrefillAdder:
         self.table_manager = table_manager
         self.policy = policy
         self.forecast = forecast
-        self.promised = list(promised)
+        self.promised = Promises() if promised is None else promised
         self.min_shared = min_shared
         self.in_flight = in_flight
         self.pace = pace
@@ -230,7 +230,7 @@ class PrefillManager:
     @property
     def half_prefilled(self) -> list[PendingReq]:
         """Those whose prompt is computed in part."""
-        return [pending for pending in self.pending_list if pending.chunked_req]
+        return list(itertools.takewhile(lambda pending: pending.chunked_req, self.pending_list))
 
     def put_back(self, pending: PendingReq) -> None:
         """A preempted request stands at the head of the queue again, with nothing computed."""
@@ -299,32 +299,29 @@ class PrefillManager:
     def _cached_len(self, pending: PendingReq) -> int:
         return int(self.cache_manager.match_req(pending).cuda_handle.cached_len)
 
-    def _promised(self) -> list[PageDemand]:
+    def _promised(self) -> Promises:
         """What everyone who holds pages may come to need, also who has ended but not drained."""
-        halves = {p.chunked_req.table_idx: p for p in self.pending_list if p.chunked_req}
-        demands = []
-        for req in self.cache_manager.holders:
-            prompt_len, longest, unused = 0, req.max_device_len, 0
+        reqs = self.cache_manager.holders
+        stored = [req.cached_len for req in reqs]
+        longest = [
+            req.max_device_len if req.finish_reason is None else req.cached_len + 1 for req in reqs
+        ]
+        prompt_lens, unused = [0] * len(reqs), [0] * len(reqs)
+        halves = {p.chunked_req.table_idx: p for p in self.half_prefilled if p.chunked_req}
+        for i, req in enumerate(reqs) if halves or self.forecast else ():
             if half := halves.get(req.table_idx):
-                prompt_len, longest = half.input_len, half.input_len + half.output_len
-                unused = unused_tokens(self.forecast, half.num_generated, half.sampling_params)
-            elif req.finish_reason is not None:
-                longest = req.cached_len + 1
-            elif req.can_decode:
+                prompt_lens[i], longest[i] = half.input_len, half.input_len + half.output_len
+                num_generated = half.num_generated
+            elif req.finish_reason is None and req.can_decode:
                 num_generated = req.device_len - req.num_prompt
-                unused = unused_tokens(self.forecast, num_generated, req.sampling_params)
-            demands.append(
-                PageDemand.of_holder(
-                    req.cached_len,
-                    longest,
-                    req.cache_handle,
-                    self.cache_manager.page_size,
-                    prompt_len=prompt_len,
-                    pace=self.pace,
-                    unused=unused,
-                )
-            )
-        return demands
+            else:
+                continue
+            unused[i] = unused_tokens(self.forecast, num_generated, req.sampling_params)
+        prefixes = [req.cache_handle for req in reqs]
+        page_size = self.cache_manager.page_size
+        return Promises.of_holders(
+            stored, longest, prompt_lens, unused, prefixes, page_size, self.pace
+        )
 
     def abort_req(self, uid: int) -> PendingReq | None:
         """Take request `uid` out of the queue and return it, None if it is not there."""
