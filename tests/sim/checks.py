@@ -172,6 +172,8 @@ def check_queue(world: World) -> None:
         req.uid for req in world.live.values() if req.finish_reason is None and req.uid in scripts
     }
     waiting = [pending for pending in world.queue if pending.chunked_req is None]
+    if any(pending.chunked_req for pending in world.queue[len(world.queue) - len(waiting) :]):
+        raise Violation(f"I10: somebody waits before a prompt that is half computed: {world.queue}")
     orders = [scripts[pending.uid].order for pending in world.queue]
     newest = max([scripts[uid].order for uid in standing], default=-1)
     if world.engine.max_overtaken:
