@@ -189,6 +189,9 @@ def check_queue(world: World) -> None:
             raise Violation(f"I10: {pending} was preempted once too often")
         world.preemptions[pending.uid] = pending.num_preemptions
     world.counts["preempted"] += len(preempted)
+    world.counts["preempted though others decode"] += len(preempted) * (
+        world.scheduler.prefill_manager.pace > 0
+    )
     world.standing = standing
 
 

@@ -11,7 +11,8 @@ import json
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from minisgl.config import QUEUE_ORDERS
 
@@ -25,7 +26,10 @@ SALTS = ("", "", "", "", "", "a", "b")
 
 @dataclass(frozen=True)
 class Case:
-    """One reproducible run. What the seed does not fix is given here."""
+    """One reproducible run. What the seed does not fix is given here.
+
+    world: fields of the `WorldConfig` that are not drawn.
+    """
 
     seed: int
     page_size: int = 1
@@ -33,8 +37,8 @@ class Case:
     overlap: bool = False
     num_steps: int = 1000
     shares: bool = True
-    admission: str | None = None
     is_fair: bool = True
+    world: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line that `from_json` reads back."""
@@ -50,7 +54,7 @@ def random_config(case: Case, rng: random.Random) -> WorldConfig:
     """A world whose size hurts: few pages, few rows, a budget from 1."""
     num_pages = rng.choice([2, 3, rng.randint(4, 12), rng.randint(4, 60), rng.randint(4, 60)])
     policies = ["conservative", "peak", "peak", "optimistic", "optimistic"]
-    admission = case.admission or rng.choice(policies)
+    admission = case.world.get("admission") or rng.choice(policies)
     is_optimistic = admission == "optimistic"
     if is_optimistic:
         num_pages = rng.choice([num_pages, rng.randint(8, 60)])
@@ -69,7 +73,8 @@ def random_config(case: Case, rng: random.Random) -> WorldConfig:
         admission_share=rng.choice([None, 0.001, 0.05, 0.3]) if is_optimistic else None,
         spill_pages=random_spill(case, num_pages),
     )
-    return random_fairness(config, rng) if case.is_fair else config
+    config = random_fairness(config, rng) if case.is_fair else config
+    return dataclasses.replace(config, **case.world)
 
 
 def random_fairness(config: WorldConfig, rng: random.Random) -> WorldConfig:

@@ -675,8 +675,11 @@ UNFAIR: tuple[Mutant, ...] = (
     let_the_late_finish,
 )
 MUTANTS: dict[str, Mutant] = {f.__name__: f for f in (*ALWAYS, *PEAK, *OPTIMISTIC, *UNFAIR)}
-# The policy that a mutant breaks, where it is one.
-POLICY_OF: dict[str, str] = {f.__name__: "peak" for f in PEAK}
-POLICY_OF |= {f.__name__: "optimistic" for f in OPTIMISTIC}
-POLICY_OF["join_in_time"] = "peak"
-POLICY_OF["reserve_tokens"] = "conservative"
+# What a world must be like for a mutant to be wrong in it, or to be wrong in it often.
+WORLD_OF: dict[str, dict[str, Any]] = {f.__name__: {"admission": "peak"} for f in PEAK}
+WORLD_OF |= {f.__name__: {"admission": "optimistic"} for f in OPTIMISTIC}
+WORLD_OF["join_in_time"] = {"admission": "peak"}
+WORLD_OF["reserve_tokens"] = {"admission": "conservative"}
+CROWDED: dict[str, Any] = {"num_rows": 8, "num_pages": 40}
+WORLD_OF["charge_the_first_holder"] |= CROWDED | {"budget": 10_000, "vocab_size": 2}
+WORLD_OF["preempt_for_ever"] |= CROWDED | {"admission_share": 0.001}
