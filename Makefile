@@ -38,7 +38,7 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo chat test test-all test-native test-neon native-digests check format fuzz bench model install clean
+.PHONY: help demo chat test test-all test-native test-asan test-neon native-digests check format fuzz bench model install clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,10 +55,12 @@ chat: $(CORE) ## talk to the default model
 test: $(TEST) model ## all tests but the long ones (under 10 minutes on 2 cores)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-test-all: $(TEST) model test-native test-neon ## all tests, the long ones and those in C++ too
+test-all: $(TEST) model test-native test-neon test-asan ## all tests, the long ones, in C++, under sanitizers
 	$(call need,curl,curl)
 	$(call need,npm,npm)
 	$(PY) -m pytest -m "" --timeout 3600 $(PYTEST_ARGS)
+
+SANITIZERS := -fsanitize=address -fsanitize=undefined
 
 # What the tests of the kernels print is the same on every architecture (tests/native/test.h).
 native-digests:
@@ -70,9 +72,27 @@ native-digests:
 
 test-native: native-digests ## C++ tests of the kernels on this processor, also under sanitizers
 	$(call build_native_tests,native-tests-sanitized,-DCMAKE_BUILD_TYPE=Debug \
-	    -DCMAKE_CXX_FLAGS="-O1 -fsanitize=address -fsanitize=undefined -fno-sanitize-recover=undefined")
+	    -DCMAKE_CXX_FLAGS="-O1 $(SANITIZERS) -fno-sanitize-recover=undefined")
 	build/native-tests-sanitized/native_tests > build/digests-sanitized
 	diff build/native-tests/digests build/digests-sanitized
+
+# A copy of the package in build/asan, ahead of the one that this environment was told to import.
+define RUN_SANITIZED
+import sys; sys.path.insert(0, "build/asan"); \
+sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]; \
+import pytest, minisgl._native as native; print("under test:", native.__file__, flush=True); \
+sys.exit(pytest.main(sys.argv[1:]))
+endef
+
+test-asan: $(TEST) ## Python tests of the kernels, the kernels under sanitizers (10 minutes)
+	$(call need,g++,g++)
+	rm -rf build/asan
+	$(PIP) --quiet --no-deps --target build/asan . -C build-dir=build/asan-objects \
+	    -C cmake.build-type=Debug \
+	    -C cmake.define.CMAKE_CXX_FLAGS="-O1 -g $(SANITIZERS) -fno-sanitize-recover=undefined"
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 $(PY) -c '$(RUN_SANITIZED)' -m "" -o pythonpath=. \
+	    --timeout 3600 tests/kernel tests/attention tests/layers $(PYTEST_ARGS)
 
 test-neon: native-digests ## the same tests on an emulated ARM processor, with NEON and without
 	$(call need,aarch64-linux-gnu-g++,g++-aarch64-linux-gnu)

@@ -17,6 +17,8 @@ from minisgl.params import MAX_SEED, ConfigError, shown
 GIB = 1 << 30
 AUTO = "auto"
 
+QUEUE_ORDERS = ("fcfs", "skip", "priority", "longest-prefix")
+
 MAX_TP_SIZE = 1024
 MAX_RUNNING_REQ = 65536
 MAX_PAGE_SIZE = 4096
@@ -195,6 +197,11 @@ class SchedulerConfig(EngineConfig):
     `kv_spill_bytes`: how much of what the KV pool evicts is kept, in host memory or in a file in
     `kv_spill_dir`; 0 keeps nothing. `kv_prefix_file`: cached prefixes are loaded from it at the
     start, if it is there, and saved to it at the end.
+
+    What protects those that run, each off at 0: `max_prefill_streak`, the most steps in a row that
+    compute prompts while others wait for their next token; `mixed_chunk`, so many prompt tokens
+    at most ride in a step of theirs instead. `queue_order`: who starts next; nobody is overtaken
+    more than `max_overtaken` times. `max_queued`: one more that would have to wait is refused.
     """
 
     max_extend_tokens: int = 8192
@@ -205,6 +212,11 @@ class SchedulerConfig(EngineConfig):
     kv_spill_bytes: int = 0
     kv_spill_dir: str | None = None
     kv_prefix_file: str | None = None
+    max_prefill_streak: int = 0
+    mixed_chunk: int = 0
+    queue_order: str = "fcfs"
+    max_overtaken: int = 32
+    max_queued: int = 0
     offline_mode: bool = False
     zmq_backend_addr: str = ""
     zmq_detokenizer_addr: str = ""
@@ -263,6 +275,21 @@ class SchedulerConfig(EngineConfig):
         _require(
             self.kv_prefix_file is None or self.tp_info.size == 1,
             "kv_prefix_file (--kv-prefix-file) is for engines of one rank",
+        )
+        self._check_fairness()
+
+    def _check_fairness(self) -> None:
+        for name, flag in (
+            ("max_prefill_streak", "--max-prefill-streak"),
+            ("mixed_chunk", "--mixed-chunk"),
+            ("max_overtaken", "--max-overtaken"),
+            ("max_queued", "--max-queued-requests"),
+        ):
+            _check_int(name, flag, getattr(self, name), 0, MAX_TOKENS_OF_A_POOL)
+        _require(
+            self.queue_order in QUEUE_ORDERS,
+            f"queue_order (--queue-order) must be {', '.join(QUEUE_ORDERS[:-1])} or "
+            f"{QUEUE_ORDERS[-1]}, got {shown(self.queue_order)}",
         )
 
 

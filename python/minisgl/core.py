@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from minisgl.moe import BaseMoeBackend
     from minisgl.scheduler.utils import PendingReq
 
+Phase = Literal["prefill", "decode", "mixed"]
+
 __all__ = [
     "Batch",
     "ConfigError",
@@ -45,9 +47,11 @@ __all__ = [
     "InvalidRequestError",
     "Logprob",
     "MinisglError",
+    "Phase",
     "PositionLogprobs",
     "Req",
     "SamplingParams",
+    "Spans",
     "get_global_ctx",
     "reset_global_ctx",
     "set_global_ctx",
@@ -58,9 +62,10 @@ class Req:
     """One running request, from the moment it holds a table row until it is freed.
 
     input_ids: CPU int32, the prompt and what was generated so far; the last one is not computed
-    yet. output_len: the most tokens it may generate. cache_handle: its locked prefix, None by hand.
-    num_generated: how many of the given ids are answer, from before a preemption. pending: the
-    entry of the queue that it was made from.
+    yet. num_input: how many it was made with. output_len: the most tokens it may generate.
+    cache_handle: its locked prefix, None by hand. num_generated: how many of the ids that it was
+    made with are answer, from before a preemption. pending: the entry of the queue that it was made
+    from.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Req:
         pending: PendingReq | None = None,
     ) -> None:
         self.input_ids = input_ids
+        self.num_input = self.num_ids
         self.table_idx = table_idx
         self.cached_len = cached_len
         self.device_len = self.num_ids
@@ -111,9 +117,14 @@ class Req:
         return self.max_device_len - self.device_len
 
     @property
-    def num_given(self) -> int:
-        """How many tokens it began with."""
+    def num_prompt(self) -> int:
+        """How many tokens its prompt has."""
         return self.max_device_len - self.output_len
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the next forward computes what it was made with, and no token sampled since."""
+        return self.cached_len < self.num_input
 
     @property
     def extend_len(self) -> int:
@@ -123,7 +134,7 @@ class Req:
     @property
     def can_decode(self) -> bool:
         """Whether it may be in a decode batch."""
-        return self.remain_len > 0
+        return self.device_len < self.max_device_len
 
     @property
     def is_sampled(self) -> bool:
@@ -151,6 +162,32 @@ class Req:
         )
 
 
+class Spans(NamedTuple):
+    """What each request of a batch computes next, asked once for all who lay out its arrays.
+
+    rows, starts, ends: int64 `(requests,)`, the table row and the positions `[start, end)`.
+    num_tokens: of all together.
+    """
+
+    rows: np.ndarray[Any, Any]
+    starts: np.ndarray[Any, Any]
+    ends: np.ndarray[Any, Any]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, reqs: Sequence[Req]) -> Spans:
+        """As the requests are now."""
+        rows, starts = [req.table_idx for req in reqs], [req.cached_len for req in reqs]
+        ends = [req.device_len for req in reqs]
+        num_tokens = sum(ends) - sum(starts)
+        return cls(
+            np.array(rows, dtype=np.int64),
+            np.array(starts, dtype=np.int64),
+            np.array(ends, dtype=np.int64),
+            num_tokens,
+        )
+
+
 class TokenInts:
     """A field of integers `(tokens,)`: set from a tensor or a numpy array, it reads as a tensor."""
 
@@ -171,9 +208,11 @@ class TokenInts:
 class Batch:
     """The requests of one forward. Everything but `reqs` and `phase` is filled in before it runs.
 
+    phase: "prefill" computes prompts, "decode" the newest token of each request, "mixed" both.
     positions, input_ids, out_loc: ints `(tokens,)` over the padded requests; `out_loc` is where
     each token's K and V go. `ints` has them by name as they were set, so that arrays can go to a
-    native program without becoming tensors. `padded_reqs` may end in dummy requests.
+    native program without becoming tensors. `padded_reqs` may end in dummy requests; `spans` is
+    what `Spans.of` gives for them, if it was asked for.
     """
 
     input_ids = TokenInts()
@@ -181,20 +220,21 @@ class Batch:
     out_loc = TokenInts()
     attn_metadata: BaseAttnMetadata
 
-    def __init__(self, reqs: Sequence[Req], phase: Literal["prefill", "decode"]) -> None:
+    def __init__(self, reqs: Sequence[Req], phase: Phase) -> None:
         self.reqs = list(reqs)
         self.phase = phase
         self.padded_reqs = self.reqs
+        self.spans: Spans | None = None
         self.ints: dict[str, torch.Tensor | np.ndarray] = {}
 
     @property
     def is_prefill(self) -> bool:
-        """Whether it computes prompts."""
+        """Whether it computes nothing but prompts."""
         return self.phase == "prefill"
 
     @property
     def is_decode(self) -> bool:
-        """Whether each request computes its newest token."""
+        """Whether each request computes its newest token, and nothing else."""
         return self.phase == "decode"
 
     @property

@@ -86,7 +86,8 @@ class ScriptedLLM:
 
     def _step(self, phase: str, num_tokens: int) -> None:
         for listener in self.step_listeners:
-            listener(SimpleNamespace(phase=phase, num_tokens=num_tokens))
+            num_prompt_tokens = num_tokens if phase == "prefill" else 0
+            listener(SimpleNamespace(num_tokens=num_tokens, num_prompt_tokens=num_prompt_tokens))
 
     def shutdown(self) -> None:
         self.was_shut_down = True

@@ -39,6 +39,8 @@ def test_flags_reach_the_engine_and_the_request(
     argv += ["--stop", "b", "--ignore-eos", "--dtype", "float32", "--threads", "2"]
     argv += ["--page-size", "16", "--kv-memory", "1G", "--num-pages", "10", "--cache-type", "naive"]
     argv += ["--share-prefixes", "32", "--admission", "optimistic", "--admission-share", "0.5"]
+    argv += ["--max-prefill-streak", "2", "--queue-order", "skip", "--max-overtaken", "5"]
+    argv += ["--max-queued-requests", "100", "--mixed-chunk", "128"]
     assert exit_code(*argv) == 0
     llm = scripted[0]
     assert llm.calls[0][1] == SamplingParams(
@@ -62,6 +64,11 @@ def test_flags_reach_the_engine_and_the_request(
         "share_prefixes": 32,
         "admission": "optimistic",
         "admission_share": 0.5,
+        "mixed_chunk": 128,
+        "max_prefill_streak": 2,
+        "queue_order": "skip",
+        "max_overtaken": 5,
+        "max_queued": 100,
     }
 
 

@@ -24,6 +24,7 @@ from minisgl.message import (
     DetokenizeMsg,
     ErrorReply,
     ExitMsg,
+    ExpireBackendMsg,
     FromWire,
     TokenizeMsg,
     UserMsg,
@@ -65,6 +66,7 @@ CHAT = [{"role": "user", "content": "Hi", "__type__": "ExitMsg"}]  # a client ma
 MESSAGES: list[Message] = [
     ExitMsg(),
     AbortBackendMsg(3),
+    ExpireBackendMsg(3),
     UserMsg(1, [5, 6, 7], SamplingParams()),
     UserMsg(2**40, [], FULL_PARAMS, group=4, salt="s", priority=-2, deadline=1.5),
     BatchBackendMsg([UserMsg(1, [5], SamplingParams()), AbortBackendMsg(1), ExitMsg()]),

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from benchmark.admission import STOPS, Load, compare, ratios
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minisgl.kvcache import BaseCacheHandle, RadixPrefixCache
 from minisgl.scheduler.admission import (
     LAG,
     PageDemand,
+    Promises,
     conservative,
     optimistic,
     peak,
@@ -54,6 +57,11 @@ def demand(pool: Pool, small: Small) -> PageDemand:
     return PageDemand.of_holder(tokens, tokens + rest + 1, prefix, pool.page_size)
 
 
+def peak_of(demands: Sequence[PageDemand], pool: Pool) -> int:
+    *others, last = demands
+    return peak_pages(last, Promises(others), pool)
+
+
 def count_pages(reqs: Sequence[Small], page_size: int) -> int:
     """The most pages in use at any step if everybody goes on, page by page."""
     most = 0
@@ -80,7 +88,7 @@ def test_in_every_small_world_the_peak_is_bounded_and_nearly_met(page_size: int)
     demands = {kind: demand(pool, kind) for kind in kinds}
     for num_reqs in (1, 2, 3):
         for reqs in itertools.combinations_with_replacement(kinds, num_reqs):
-            bound = peak_pages([demands[kind] for kind in reqs], pool)
+            bound = peak_of([demands[kind] for kind in reqs], pool)
             exact = count_pages(reqs, page_size)
             assert exact <= bound <= exact + num_reqs, f"{reqs} need {exact}, not {bound}"
 
@@ -88,17 +96,17 @@ def test_in_every_small_world_the_peak_is_bounded_and_nearly_met(page_size: int)
 def test_one_that_is_about_to_end_makes_room_for_one_that_has_just_begun() -> None:
     pool = Pool(20, available_pages=8)
     old, new = demand(pool, (12, 2, 0)), demand(pool, (4, 12, 0))
-    assert peak_pages([old, new], pool) == (12 + 3) + (4 + 3)  # one step after the old one's last
-    assert not conservative(new, [old], pool) and not peak(new, [old], pool)
-    assert peak(new, [old], Pool(22, available_pages=10))
-    assert not conservative(new, [old], Pool(22, available_pages=10))
+    assert peak_of([old, new], pool) == (12 + 3) + (4 + 3)  # one step after the old one's last
+    assert not conservative(new, Promises([old]), pool) and not peak(new, Promises([old]), pool)
+    assert peak(new, Promises([old]), Pool(22, available_pages=10))
+    assert not conservative(new, Promises([old]), Pool(22, available_pages=10))
 
 
 def test_a_shared_page_is_charged_until_its_last_holder_ends() -> None:
     pool = Pool(64)
     short, long = demand(pool, (10, 1, 8)), demand(pool, (9, 20, 8))
-    assert peak_pages([short, long], pool) == max((10 + 2) + (1 + 2), 9 + 21)
-    assert peak_pages([long, short], pool) == peak_pages([short, long], pool)
+    assert peak_of([short, long], pool) == max((10 + 2) + (1 + 2), 9 + 21)
+    assert peak_of([long, short], pool) == peak_of([short, long], pool)
 
 
 def test_one_alone_that_fits_at_its_longest_is_admitted_also_after_a_hit() -> None:
@@ -106,14 +114,54 @@ def test_one_alone_that_fits_at_its_longest_is_admitted_also_after_a_hit() -> No
         pool = Pool(16 // page_size, page_size)
         for input_len in range(cached + 1, 16):
             new = PageDemand.of_candidate(input_len, 16 - input_len, pool.prefix(cached), page_size)
-            assert peak(new, [], pool)
+            assert peak(new, Promises(), pool)
 
 
 def test_conservative_lets_all_worst_cases_meet_and_peak_admits_what_it_admits() -> None:
-    promised = [PageDemand(held=2, worst=5), PageDemand(held=4, worst=4)]
+    promised = Promises([PageDemand(held=2, worst=5), PageDemand(held=4, worst=4)])
     for policy in (conservative, peak):
         assert policy(PageDemand(0, 7), promised, Pool(10, available_pages=10))
     assert not conservative(PageDemand(0, 8), promised, Pool(10, available_pages=10))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 99), st.integers(1, 99), st.integers(0, 120), st.integers(0, 50)),
+        max_size=9,
+    ),
+    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 99)), max_size=3),
+    st.sampled_from([1, 2, 16]),
+    st.sampled_from([0, 1, 7]),
+)
+def test_promises_in_columns_are_the_demands_one_by_one(
+    holders: list[tuple[int, int, int, int]],
+    newcomers: list[tuple[int, int]],
+    page_size: int,
+    pace: int,
+) -> None:
+    pool = Pool(64, page_size)
+    lens = [
+        (cached, max(cached, prompt) + rest, prompt, unused)
+        for cached, rest, prompt, unused in holders
+    ]
+    demands = [
+        PageDemand.of_holder(
+            cached, longest, None, page_size, prompt_len=prompt, pace=pace, unused=unused
+        )
+        for cached, longest, prompt, unused in lens
+    ]
+    columns = [list(column) for column in zip(*lens)] or [[], [], [], []]
+    promises = Promises.of_holders(*columns, [None] * len(lens), page_size, pace)
+    for input_len, output_len in newcomers:
+        demands.append(
+            PageDemand.of_candidate(input_len + 1, output_len, pool.prefix(input_len), page_size)
+        )
+        promises.append(demands[-1])
+    assert promises.growth == sum(demand.growth for demand in demands)
+    assert promises.ints.T.tolist() == [
+        [d.held, d.worst, d.tokens, d.until, d.unused] for d in demands
+    ]
+    assert promises.prefixes == [demand.prefix for demand in demands]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -129,11 +177,12 @@ def test_optimistic_goes_by_the_likely_end_and_admits_what_peak_admits() -> None
     pool = Pool(20, available_pages=12)
     old = PageDemand.of_holder(8, 8 + 10 + 1, pool.prefix(0), 1, unused=8)
     new = PageDemand.of_candidate(6, 10, pool.prefix(0), 1, unused=7)
-    assert not peak(new, [old], pool) and optimistic(new, [old], pool)
-    assert peak_pages([old, new], pool, lambda d: d.likely_until) == (8 + 3) + (6 + 3)
-    assert not optimistic(new, [old], Pool(19, available_pages=11))
+    promised = Promises([old])
+    assert not peak(new, promised, pool) and optimistic(new, promised, pool)
+    assert peak_pages(new, promised, pool, is_likely=True) == (8 + 3) + (6 + 3)
+    assert not optimistic(new, promised, Pool(19, available_pages=11))
     for available, expected in ((30, True), (29, False)):
-        sure = [PageDemand.of_holder(8, 19, pool.prefix(0), 1)]
+        sure = Promises([PageDemand.of_holder(8, 19, pool.prefix(0), 1)])
         newcomer = PageDemand.of_candidate(6, 14, pool.prefix(0), 1)
         assert peak(newcomer, sure, Pool(24, available_pages=available)) == expected
         assert optimistic(newcomer, sure, Pool(24, available_pages=available)) == expected

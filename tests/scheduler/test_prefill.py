@@ -13,7 +13,8 @@ from minisgl.message import UserMsg
 from minisgl.scheduler.admission import PageDemand
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.decode import DecodeManager
-from minisgl.scheduler.prefill import ChunkedReq, PrefillAdder, PrefillManager, clamp_max_tokens
+from minisgl.scheduler.intake import clamp_max_tokens
+from minisgl.scheduler.prefill import ChunkedReq, PrefillAdder, PrefillManager
 from minisgl.scheduler.table import TableManager
 from minisgl.scheduler.utils import PendingReq
 

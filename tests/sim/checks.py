@@ -100,34 +100,39 @@ def check_promises(world: World) -> None:
 
     Decode step 1 is the next one; step 0 is the last of the prefill steps before it, if a prompt is
     half computed. A page is in use until the last of those who hold it has ended; with overlap one
-    step more, but whatever drains now has drained by the step after the next.
+    step more, but whatever drains now has drained by the step after the next. A prompt that is half
+    computed while others decode is late, by exactly so many steps.
     """
     if world.config.admission == "optimistic":
         return check_last_resort(world)
     manager, page_size = world.scheduler.cache_manager, world.config.page_size
     lag, is_half, growth = int(world.config.overlap), False, 0
     last_use = np.full(world.config.num_pages, -1)
-    stored, steps, held = [], [], []
+    stored, steps, held, delays = [], [], [], []
     for row, req in world.live.items():
         num_held = manager._owners[row][1]
-        tokens, rest = req.cached_len, 0
+        tokens, rest, delay = req.cached_len, 0, 0
         if req.finish_reason is None:
             prompt_len = world.engine.scripts[req.uid].prompt_len
             tokens = max(req.cached_len, prompt_len)
             rest = prompt_len + world.book[req.uid].max_tokens - 1 - tokens
             is_half |= req.cached_len < prompt_len
+            delay = steps_until_computed(world, prompt_len - req.cached_len)
             growth += max(div_ceil(tokens + rest, page_size) - num_held, 0)
         stored.append(tokens)
         steps.append(rest)
         held.append(num_held)
+        delays.append(delay)
         pages = world.engine.table[row, : num_held * page_size : page_size] // page_size
-        last_use[pages] = np.maximum(last_use[pages], rest + lag)
+        last_use[pages] = np.maximum(last_use[pages], rest + delay + lag)
     if world.config.admission == "conservative" and growth > manager.available_pages:
         raise Violation(f"I7: {growth} pages are promised, {manager.available_pages} available")
-    ends = [0 if is_half else 1, *[rest + lag for rest in steps if rest + lag > 0]]
+    last = np.array(steps) + np.array(delays) + lag
+    ends = [0 if is_half else 1, *last[last > 0]]
     step = np.unique(ends)[:, None]  # between two ends use only grows
-    longest = (np.array(stored) + np.minimum(step, steps) + page_size - 1) // page_size
-    grown = np.where(step <= np.array(steps) + lag, np.maximum(longest - held, 0), 0).sum(1)
+    advanced = np.clip(step - np.array(delays), 0, steps)
+    longest = (np.array(stored) + advanced + page_size - 1) // page_size
+    grown = np.where(step <= last, np.maximum(longest - held, 0), 0).sum(1)
     num_over = np.bincount(last_use + 1, minlength=step.max() + 2).cumsum()[step[:, 0]]
     in_use = world.config.num_pages - num_over + grown
     if in_use.max() > world.config.num_pages:
@@ -158,6 +163,8 @@ def check_last_resort(world: World) -> None:
 def check_queue(world: World) -> None:
     """I10, and the rules of preemption: the newest first, never the last, none for ever.
 
+    Where requests may overtake, those that were preempted stand before those that were not.
+
     World.standing: the requests with a row after the step before; `preemptions`: of each request.
     """
     scripts = world.engine.scripts
@@ -165,8 +172,13 @@ def check_queue(world: World) -> None:
         req.uid for req in world.live.values() if req.finish_reason is None and req.uid in scripts
     }
     waiting = [pending for pending in world.queue if pending.chunked_req is None]
+    if any(pending.chunked_req for pending in world.queue[len(world.queue) - len(waiting) :]):
+        raise Violation(f"I10: somebody waits before a prompt that is half computed: {world.queue}")
     orders = [scripts[pending.uid].order for pending in world.queue]
     newest = max([scripts[uid].order for uid in standing], default=-1)
+    if world.engine.max_overtaken:
+        orders = [-1 if p.num_preemptions else scripts[p.uid].order for p in waiting]
+        newest = -1
     if orders != sorted(orders) or any(scripts[p.uid].order < newest for p in waiting):
         raise Violation(f"I10: {orders} wait in this order, and {newest} has started")
     preempted = {p.uid for p in waiting if p.num_preemptions > world.preemptions.get(p.uid, 0)}
@@ -177,7 +189,22 @@ def check_queue(world: World) -> None:
             raise Violation(f"I10: {pending} was preempted once too often")
         world.preemptions[pending.uid] = pending.num_preemptions
     world.counts["preempted"] += len(preempted)
+    world.counts["preempted though others decode"] += len(preempted) * (
+        world.scheduler.prefill_manager.pace > 0
+    )
     world.standing = standing
+
+
+def steps_until_computed(world: World, num_missing: int) -> int:
+    """How many tokens others decode before the rest of a prompt is computed."""
+    config, budget = world.config, world.config.budget
+    if config.mixed_chunk:
+        return div_ceil(max(num_missing, 0), min(config.mixed_chunk, budget))
+    if not config.max_prefill_streak or num_missing <= 0:
+        return 0
+    num_left = div_ceil(num_missing, budget)
+    num_left -= config.max_prefill_streak - world.scheduler._prefill_streak  # before the next one
+    return max(div_ceil(num_left, config.max_prefill_streak), 0)
 
 
 def check_tree(world: World) -> None:

@@ -11,7 +11,10 @@ import json
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+from minisgl.config import QUEUE_ORDERS
 
 from .engine import STAGES
 from .replay import violation_of
@@ -23,7 +26,10 @@ SALTS = ("", "", "", "", "", "a", "b")
 
 @dataclass(frozen=True)
 class Case:
-    """One reproducible run. What the seed does not fix is given here."""
+    """One reproducible run. What the seed does not fix is given here.
+
+    world: fields of the `WorldConfig` that are not drawn.
+    """
 
     seed: int
     page_size: int = 1
@@ -31,7 +37,8 @@ class Case:
     overlap: bool = False
     num_steps: int = 1000
     shares: bool = True
-    admission: str | None = None
+    is_fair: bool = True
+    world: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line that `from_json` reads back."""
@@ -47,11 +54,11 @@ def random_config(case: Case, rng: random.Random) -> WorldConfig:
     """A world whose size hurts: few pages, few rows, a budget from 1."""
     num_pages = rng.choice([2, 3, rng.randint(4, 12), rng.randint(4, 60), rng.randint(4, 60)])
     policies = ["conservative", "peak", "peak", "optimistic", "optimistic"]
-    admission = case.admission or rng.choice(policies)
+    admission = case.world.get("admission") or rng.choice(policies)
     is_optimistic = admission == "optimistic"
     if is_optimistic:
         num_pages = rng.choice([num_pages, rng.randint(8, 60)])
-    return WorldConfig(
+    config = WorldConfig(
         page_size=case.page_size,
         num_pages=num_pages,
         num_rows=rng.choice([1, 2, 3, rng.randint(2, 8)]) + is_optimistic,
@@ -66,6 +73,20 @@ def random_config(case: Case, rng: random.Random) -> WorldConfig:
         admission_share=rng.choice([None, 0.001, 0.05, 0.3]) if is_optimistic else None,
         spill_pages=random_spill(case, num_pages),
     )
+    config = random_fairness(config, rng) if case.is_fair else config
+    return dataclasses.replace(config, **case.world)
+
+
+def random_fairness(config: WorldConfig, rng: random.Random) -> WorldConfig:
+    """Every combination of who is protected, who is next, and who may wait."""
+    return dataclasses.replace(
+        config,
+        max_prefill_streak=rng.choice([0, 0, 1, 2, 4]),
+        mixed_chunk=rng.choice([0, 0, 1, rng.randint(1, 8), 64]),
+        queue_order=rng.choice(["fcfs", *QUEUE_ORDERS]),
+        max_overtaken=rng.choice([0, 1, 2, 5, 40]),
+        max_queued=rng.choice([0, 0, 0, rng.randint(1, 6)]),
+    )
 
 
 def random_spill(case: Case, num_pages: int) -> int:
@@ -75,11 +96,16 @@ def random_spill(case: Case, num_pages: int) -> int:
 
 
 class Driver:
-    """Feeds one world random events. `pressure` is how many events a step gets on average."""
+    """Feeds one world random events. `pressure` is how many events a step gets on average.
 
-    def __init__(self, world: World, rng: random.Random) -> None:
+    is_fair: requests have priorities and, in some worlds, deadlines.
+    """
+
+    def __init__(self, world: World, rng: random.Random, *, is_fair: bool) -> None:
         self.world = world
         self.rng = rng
+        self.is_fair = is_fair
+        self.late_rate = rng.choice([0.0, 0.0, 0.2]) if is_fair else 0.0
         self.next_uid = 0
         self.grows = world.config.admission != "conservative" and rng.random() < 0.8
         self.pressure = 0.5 if self.grows else rng.choice([0.05, 0.2, 0.5])
@@ -162,6 +188,10 @@ class Driver:
             nan_after=rng.choice([rng.randint(0, 3), -rng.randint(1, len(prompt) + 1)])
             if rng.random() < self.fault_rate
             else None,
+            priority=rng.choice([0, 0, 0, rng.randint(-2, 2)]) if self.is_fair else 0,
+            deadline=self.world.num_steps + rng.randint(-1, 30)
+            if self.late_rate and rng.random() < self.late_rate
+            else None,
         )
 
     def _prompt(self, limit: int) -> list[int]:
@@ -195,7 +225,7 @@ def run_case(
     logging.getLogger("minisgl").setLevel(logging.CRITICAL)  # injected faults are not news
     rng = random.Random(case.to_json())
     world = World(random_config(case, rng), checks_all=checks_all)
-    driver = Driver(world, rng)
+    driver = Driver(world, rng, is_fair=case.is_fair)
     if prepare is not None:
         prepare(world)
     try:

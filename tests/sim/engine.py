@@ -8,6 +8,7 @@ are collected, because the scheduler turns exceptions of an engine into errors o
 
 from __future__ import annotations
 
+from bisect import bisect, insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +48,8 @@ class Script:
     many tokens are sampled before the logits go bad, None for never; below 0 they go bad so many
     tokens before the prompt's end, which may be in a chunk. ends_after: so many tokens are sampled,
     the last of them the largest id, which no other is. computed: how far it is. known: tokens that
-    were known when it was preempted.
+    were known when it was preempted. started: how many had started when it was put back for the
+    n-th time.
     """
 
     order: int
@@ -59,6 +61,7 @@ class Script:
     computed: int | None = None
     known: int = 0
     num_preemptions: int = 0
+    started: dict[int, int] = field(default_factory=dict)
     is_spoilt: bool = False
 
     @property
@@ -90,7 +93,11 @@ class SimOutput:
 
 @dataclass
 class SimEngine:
-    """Implements `EngineProtocol`; decode batches are padded to a multiple of `pad_decode_to`."""
+    """Implements `EngineProtocol`; decode batches are padded to a multiple of `pad_decode_to`.
+
+    budget: prompt tokens of a prefill batch; mixed_budget: of one with others that decode, 0 if
+    there must be none. max_overtaken: how many may start before one that was submitted earlier.
+    """
 
     num_pages: int
     page_size: int
@@ -99,13 +106,15 @@ class SimEngine:
     budget: int
     max_len: int = 1 << 30
     pad_decode_to: int = 1
+    mixed_budget: int = 0
+    max_overtaken: int = 0
     scripts: dict[int, Script] = field(default_factory=dict)
     violations: list[str] = field(default_factory=list)
     in_flight: list[SimEvent] = field(default_factory=list)
     failing_uids: set[int] = field(default_factory=set)
     trace: list[Any] = field(default_factory=list)
     fails_at: str | None = None
-    last_started: int = -1
+    started: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.device = torch.device("cpu")
@@ -238,8 +247,8 @@ class SimEngine:
 
     def _check_batch(self, batch: Batch) -> None:
         """I8: the budget, and that chunks and steps cover each request exactly once; I10: order."""
-        if batch.is_prefill and sum(req.extend_len for req in batch.reqs) > self.budget:
-            self.violate(f"I8: a prefill batch exceeds the budget of {self.budget}")
+        restarts = {req.uid for req in batch.reqs if self._was_preempted(req)}
+        self._check_phase(batch)
         if batch.size > self.num_rows or len({req.uid for req in batch.reqs}) != batch.size:
             self.violate("I8: too many requests in a batch, or one of them twice")
         rows = {req.table_idx: req.uid for event in self.in_flight for req in event.batch.reqs}
@@ -247,29 +256,46 @@ class SimEngine:
             script = self.scripts[req.uid]
             if rows.get(req.table_idx, req.uid) != req.uid:
                 self.violate(f"I3: {req} got a row that a batch in flight uses")
-            restarts = self._was_preempted(req, script)
             if script.computed is None:
-                if script.order <= self.last_started:
-                    self.violate(f"I10: {req} was overtaken by submit {self.last_started}")
-                self.last_started = max(self.last_started, script.order)
-            elif restarts:
-                script.known = max(script.known, script.computed + 1)
+                num_before = len(self.started) - bisect(self.started, script.order)
+                if num_before > self.max_overtaken:
+                    self.violate(f"I10: {req} was overtaken by {self.started[-num_before:]}")
+                insort(self.started, script.order)
+            elif req.uid in restarts:
+                num_started = len(self.started)
+                num_since = num_started - script.started.get(script.num_preemptions, num_started)
+                if num_since > self.max_overtaken:
+                    self.violate(f"I10: {num_since} started before {req} started again")
             elif script.computed != req.cached_len:
                 self.violate(f"I8: {req} goes on where it has not stopped, at {script.computed}")
             script.computed = req.device_len
             is_decode = req.cached_len >= script.input_len
-            if is_decode != batch.is_decode or (is_decode and req.extend_len != 1):
-                self.violate(f"I8: {req} is in the wrong kind of batch")
+            if is_decode and req.extend_len != 1:
+                self.violate(f"I8: {req} decodes more than one token")
             if not is_decode and req.device_len > script.input_len:
                 self.violate(f"I8: {req} computes past its input of {script.input_len}")
             if req.is_sampled != (req.device_len >= script.input_len):
                 self.violate(f"I8: {req} is sampled in the middle of its input, or not at its end")
 
-    def _was_preempted(self, req: Req, script: Script) -> bool:
+    def _was_preempted(self, req: Req) -> bool:
         """Whether the request starts again, at what the cache still has of it."""
         assert req.pending is not None
+        script = self.scripts[req.uid]
         seen, script.num_preemptions = script.num_preemptions, req.pending.num_preemptions
-        return seen < script.num_preemptions
+        if seen == script.num_preemptions or script.computed is None:
+            return False
+        script.known = max(script.known, script.computed + 1)
+        return True
+
+    def _check_phase(self, batch: Batch) -> None:
+        """I8: the phase says what is in the batch, and prompts are within its budget."""
+        prompts = [r for r in batch.reqs if r.cached_len < self.scripts[r.uid].input_len]
+        phase = "prefill" if len(prompts) == batch.size else "mixed" if prompts else "decode"
+        if phase != batch.phase:
+            self.violate(f"I8: a {phase} batch calls itself {batch.phase}")
+        budget = self.budget if phase == "prefill" else self.mixed_budget
+        if sum(req.extend_len for req in prompts) > budget:
+            self.violate(f"I8: a {phase} batch exceeds the prompt budget of {budget}")
 
     def _explain(
         self,

@@ -28,6 +28,7 @@ def random_case(rng: random.Random) -> Case:
         overlap=rng.random() < 0.5,
         num_steps=rng.choice([100, 500, 2000]),
         shares=rng.random() < 0.7,
+        is_fair=rng.random() < 0.7,
     )
 
 

@@ -7,7 +7,7 @@ wrap methods from outside, so that they stay mutants of whatever the scheduler b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from pytest import MonkeyPatch
 from minisgl.core import Req
 from minisgl.kvcache import MatchResult
 from minisgl.scheduler import PageDemand, PendingReq, Preemptor, admission, prefill
+from minisgl.scheduler.admission import Promises
+from minisgl.scheduler.queue import Turns
 
 from .world import World
 
@@ -193,6 +195,12 @@ def overtake_a_waiting_request(world: World, patch: MonkeyPatch) -> None:
     patch.setattr(queue, "schedule_next_batch", mutated)
 
 
+def demands_of(promised: Promises) -> list[PageDemand]:
+    """One by one."""
+    fields = zip(promised.ints.T.tolist(), promised.prefixes)
+    return [PageDemand(*ints, prefix, unused) for (*ints, unused), prefix in fields]
+
+
 def change_the_demands(
     world: World, patch: MonkeyPatch, change: Callable[[PageDemand, list[PageDemand]], Any]
 ) -> None:
@@ -200,8 +208,9 @@ def change_the_demands(
     queue = world.scheduler.prefill_manager
     policy = queue.policy
 
-    def mutated(candidate: PageDemand, promised: Sequence[PageDemand], pool: Any) -> bool:
-        return policy(*change(candidate, list(promised)), pool)
+    def mutated(candidate: PageDemand, promised: Promises, pool: Any) -> bool:
+        candidate, demands = change(candidate, demands_of(promised))
+        return policy(candidate, Promises(demands), pool)
 
     patch.setattr(queue, "policy", mutated)
 
@@ -262,9 +271,9 @@ def forget_the_half_prefilled(world: World, patch: MonkeyPatch) -> None:
     queue, manager = world.scheduler.prefill_manager, world.scheduler.cache_manager
     promised = queue._promised
 
-    def mutated() -> list[PageDemand]:
-        both = zip(promised(), manager.holders, strict=True)
-        return [demand for demand, req in both if req.is_sampled]
+    def mutated() -> Promises:
+        both = zip(demands_of(promised()), manager.holders, strict=True)
+        return Promises(demand for demand, req in both if req.is_sampled)
 
     patch.setattr(queue, "_promised", mutated)
 
@@ -381,7 +390,7 @@ def take_spilled_hits_for_free(world: World, patch: MonkeyPatch) -> None:
 
     policy = queue.policy
 
-    def mutated(candidate: PageDemand, promised: Sequence[PageDemand], pool: Any) -> bool:
+    def mutated(candidate: PageDemand, promised: Promises, pool: Any) -> bool:
         less = hits[0] // manager.page_size
         fewer = dataclasses.replace(
             candidate, held=candidate.held + less, tokens=candidate.tokens - less
@@ -542,6 +551,71 @@ def see_the_shortage_too_late(world: World, patch: MonkeyPatch) -> None:
     patch.setattr(preemptor, "make_room", mutated)
 
 
+def join_in_time(world: World, patch: MonkeyPatch) -> None:
+    """Take a prompt that is computed beside others for one that keeps step with them."""
+    patch.setattr(admission, "most_steps_late", lambda num_missing, pace: 0)
+
+
+def forget_to_age(world: World, patch: MonkeyPatch) -> None:
+    """Let a request be overtaken for ever."""
+    patch.setattr(Turns, "_is_aged", lambda turns, pending: False)
+
+
+def overtake_once_more(world: World, patch: MonkeyPatch) -> None:
+    """Look at who has waited long enough before a step only, not after each that starts in it."""
+    patch.setattr(Turns, "may_start", lambda turns, pending: True)
+
+
+def leave_one_behind(world: World, patch: MonkeyPatch) -> None:
+    """Let the last of those that decode make room for a prompt."""
+    answers = world.scheduler.decode_manager
+    schedule = answers.schedule_next_batch
+
+    def mutated() -> Any:
+        batch = schedule()
+        if batch is not None and batch.size > 1 and world.queue:
+            batch.reqs.pop()
+        return batch
+
+    patch.setattr(answers, "schedule_next_batch", mutated)
+
+
+def fill_mixed_batches(world: World, patch: MonkeyPatch) -> None:
+    """Give prompts that are computed beside answers the budget of those that are not."""
+    if world.config.mixed_chunk:
+        patch.setattr(world.scheduler, "mixed_budget", world.config.budget)
+
+
+def count_no_streak(world: World, patch: MonkeyPatch) -> None:
+    """Forget how many batches of prompts have gone before."""
+    scheduler = world.scheduler
+    next_batch = scheduler._next_batch
+
+    def mutated() -> Any:
+        scheduler._prefill_streak = 0
+        return next_batch()
+
+    patch.setattr(scheduler, "_next_batch", mutated)
+
+
+def let_everyone_in(world: World, patch: MonkeyPatch) -> None:
+    """Forget the limit of the queue."""
+    scheduler = world.scheduler
+    patch.setattr(scheduler, "config", dataclasses.replace(scheduler.config, max_queued=0))
+
+
+def let_the_late_finish(world: World, patch: MonkeyPatch) -> None:
+    """End what waits when its deadline passes, but not what runs."""
+    scheduler = world.scheduler
+    expire = scheduler._expire
+
+    def mutated(uid: int) -> None:
+        if any(pending.uid == uid for pending in world.queue):
+            expire(uid)
+
+    patch.setattr(scheduler, "_expire", mutated)
+
+
 Mutant = Callable[[World, MonkeyPatch], None]
 
 ALWAYS: tuple[Mutant, ...] = (
@@ -590,8 +664,22 @@ OPTIMISTIC: tuple[Mutant, ...] = (
     put_back_at_the_end,
     see_the_shortage_too_late,
 )
-MUTANTS: dict[str, Mutant] = {f.__name__: f for f in (*ALWAYS, *PEAK, *OPTIMISTIC)}
-# The policy that a mutant breaks, where it is one.
-POLICY_OF: dict[str, str] = {f.__name__: "peak" for f in PEAK}
-POLICY_OF |= {f.__name__: "optimistic" for f in OPTIMISTIC}
-POLICY_OF["reserve_tokens"] = "conservative"
+UNFAIR: tuple[Mutant, ...] = (
+    join_in_time,
+    forget_to_age,
+    overtake_once_more,
+    leave_one_behind,
+    fill_mixed_batches,
+    count_no_streak,
+    let_everyone_in,
+    let_the_late_finish,
+)
+MUTANTS: dict[str, Mutant] = {f.__name__: f for f in (*ALWAYS, *PEAK, *OPTIMISTIC, *UNFAIR)}
+# What a world must be like for a mutant to be wrong in it, or to be wrong in it often.
+WORLD_OF: dict[str, dict[str, Any]] = {f.__name__: {"admission": "peak"} for f in PEAK}
+WORLD_OF |= {f.__name__: {"admission": "optimistic"} for f in OPTIMISTIC}
+WORLD_OF["join_in_time"] = {"admission": "peak"}
+WORLD_OF["reserve_tokens"] = {"admission": "conservative"}
+CROWDED: dict[str, Any] = {"num_rows": 8, "num_pages": 40}
+WORLD_OF["charge_the_first_holder"] |= CROWDED | {"budget": 10_000, "vocab_size": 2}
+WORLD_OF["preempt_for_ever"] |= CROWDED | {"admission_share": 0.001}

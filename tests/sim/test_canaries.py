@@ -6,7 +6,7 @@ import pytest
 
 from .driver import Case, run_case
 from .engine import Violation
-from .mutants import MUTANTS, POLICY_OF
+from .mutants import MUTANTS, UNFAIR, WORLD_OF
 
 MAX_CASES = 40
 STEPS_PER_CASE = 400
@@ -22,7 +22,8 @@ def cases_for(name: str) -> list[Case]:
             overlap=seed % 2 == 0,
             num_steps=STEPS_PER_CASE,
             shares=seed % 3 > 0,
-            admission=POLICY_OF.get(name),
+            is_fair=MUTANTS[name] in UNFAIR,
+            world=WORLD_OF.get(name, {}),
         )
         for seed in range(1000, 1000 + MAX_CASES)
     ]

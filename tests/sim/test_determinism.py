@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from minisgl.config import QUEUE_ORDERS
+
 from .driver import Case, Driver, random_config, run_case
 from .oracle import spell_out
 from .world import World, WorldConfig
@@ -30,7 +32,7 @@ def test_two_ranks_that_are_fed_the_same_messages_give_the_same_trace(overlap: b
     rng = random.Random(case.to_json())
     config = random_config(case, rng)
     leader, follower = World(config), World(config)
-    driver = Driver(leader, rng)
+    driver = Driver(leader, rng, is_fair=case.is_fair)
     driver.fault_rate = 0.0  # faults of one rank alone are another matter
     for event in ("submit", "abort", "flush", "reset", "reload"):
         send_to_both(event, leader, follower)
@@ -103,3 +105,34 @@ def test_answers_do_not_depend_on_page_size_chunks_cache_overlap_sharing_or_neig
                     world.submit(uid, prompt, 9, ignore_eos=True)
                 world.drain()
                 assert [world.book[uid].answer for uid in range(12)] == expected
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"mixed_chunk": chunk, "max_prefill_streak": streak, "queue_order": order, "max_overtaken": 2}
+    for chunk, streak in ((0, 0), (0, 2), (1, 0), (5, 1))
+    for order in QUEUE_ORDERS
+]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_answers_do_not_depend_on_who_is_protected_and_who_is_next(page_size: int) -> None:
+    rng = random.Random(page_size)
+    base = [rng.randrange(5) for _ in range(20)]
+    prompts = [[*base[: rng.randint(1, 20)], rng.randrange(5)] for _ in range(12)]
+    expected = [alone(prompt, 9, 5) for prompt in prompts]
+    for i, (policy, budget) in enumerate(itertools.product(POLICIES, (3, 1000))):
+        config = WorldConfig(
+            page_size,
+            80 // page_size,
+            5,
+            budget,
+            overlap=i % 4 > 1,
+            admission=("peak", "conservative")[i % 3 // 2],
+            **policy,
+        )
+        world = World(config, checks_all=False)
+        for uid, prompt in enumerate(prompts):
+            world.submit(uid, prompt, 9, ignore_eos=True, priority=uid % 3)
+            world.step()
+        world.drain()
+        assert [world.book[uid].answer for uid in range(12)] == expected, config

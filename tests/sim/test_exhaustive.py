@@ -31,6 +31,29 @@ CONFIGS = [
     WorldConfig(
         page_size=1, num_pages=9, num_rows=2, budget=3, overlap=True, vocab_size=3, spill_pages=5
     ),
+    WorldConfig(
+        page_size=2,
+        num_pages=7,
+        num_rows=3,
+        budget=4,
+        overlap=True,
+        vocab_size=3,
+        mixed_chunk=2,
+        queue_order="skip",
+        max_overtaken=1,
+        share_prefixes=1,
+    ),
+    WorldConfig(
+        page_size=1,
+        num_pages=12,
+        num_rows=2,
+        budget=2,
+        vocab_size=3,
+        max_prefill_streak=1,
+        queue_order="longest-prefix",
+        max_overtaken=1,
+        max_queued=2,
+    ),
 ]
 # Two or three requests in four pages, one of which can end while another grows.
 TINY_SHORT_DEPTH, TINY_LONG_DEPTH = 4, 6
@@ -45,7 +68,12 @@ TINY = [
         **policy,
     )
     for overlap in (False, True)
-    for sizes in ({"page_size": 1, "budget": 2}, {"page_size": 2, "budget": 8})
+    for sizes in (
+        {"page_size": 1, "budget": 2},
+        {"page_size": 2, "budget": 8},
+        {"page_size": 1, "budget": 2, "mixed_chunk": 1, "queue_order": "skip"},
+        {"page_size": 2, "budget": 1, "max_prefill_streak": 1},
+    )
     for spill_pages in (0, 3)
     for policy in ({"admission": "peak"}, {"admission": "optimistic", "admission_share": 0.001})
 ]
@@ -80,7 +108,9 @@ def play_all(config: WorldConfig, depth: int) -> None:
 
 
 configs = pytest.mark.parametrize(
-    "config", CONFIGS, ids=["chunks", "pages", "normal", "shared", "spilled"]
+    "config",
+    CONFIGS,
+    ids=["chunks", "pages", "normal", "shared", "spilled", "mixed", "streak"],
 )
 
 
@@ -107,7 +137,12 @@ def play_tiny(config: WorldConfig, history: tuple[str, ...]) -> int:
 
 
 tiny = pytest.mark.parametrize(
-    "config", TINY, ids=lambda c: f"{c.admission}-{c.page_size}-{c.overlap}-{c.spill_pages}"
+    "config",
+    TINY,
+    ids=lambda c: (
+        f"{c.admission}-{c.page_size}-{c.mixed_chunk}-{c.max_prefill_streak}-{c.overlap}"
+        f"-{c.spill_pages}"
+    ),
 )
 
 

@@ -75,7 +75,7 @@ def test_two_requests_of_a_page_and_a_bit_do_not_both_get_into_three_pages() -> 
     for uid in (0, 1):  # 17 + 1 tokens are two pages each; 36 tokens would fit into 48
         world.submit(uid, [uid + 1] * 17, 1, ignore_eos=True)
     world.step()
-    assert world.engine.last_started == 0 and len(world.queue) == 1
+    assert world.engine.started == [0] and len(world.queue) == 1
     world.drain()
     assert [world.book[uid].reason for uid in (0, 1)] == [FinishReason.LENGTH] * 2
 

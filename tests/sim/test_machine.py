@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from minisgl.config import QUEUE_ORDERS
+
 from .engine import STAGES
 from .world import World, WorldConfig
 
@@ -24,6 +26,11 @@ configs = st.builds(
     pad_decode_to=st.sampled_from([1, 2]),
     share_prefixes=st.sampled_from([0, 1, 1, 3]),
     spill_pages=st.sampled_from([0, 1, 2, 3, 9]),
+    max_prefill_streak=st.sampled_from([0, 0, 1, 2]),
+    mixed_chunk=st.sampled_from([0, 0, 1, 3]),
+    queue_order=st.sampled_from(["fcfs", *QUEUE_ORDERS]),
+    max_overtaken=st.integers(0, 3),
+    max_queued=st.sampled_from([0, 0, 2]),
 ).map(lambda c: c if c.cache_type == "radix" else replace(c, spill_pages=0))
 policies = st.sampled_from(
     [("conservative", None), ("peak", None), ("optimistic", None), ("optimistic", 0.05)]
@@ -52,6 +59,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "a"]),
         ignore_eos=st.booleans(),
         is_spoilt=st.sampled_from([None, None, None, -2, 0, 1]),
+        priority=st.integers(0, 2),
+        rest=st.sampled_from([None, None, None, 0, 3]),
     )
     def submit(
         self,
@@ -60,6 +69,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         ignore_eos: bool,
         is_spoilt: int | None,
+        priority: int,
+        rest: int | None,
     ) -> None:
         self.sent.append(prompt)
         self.world.submit(
@@ -69,6 +80,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             salt=salt,
             ignore_eos=ignore_eos,
             nan_after=is_spoilt,
+            priority=priority,
+            deadline=None if rest is None else self.world.num_steps + rest,
         )
 
     @rule(which=st.integers(0, 20), count=st.integers(1, 2), num_more=st.integers(0, 2))

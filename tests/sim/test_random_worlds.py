@@ -25,7 +25,15 @@ KEPT = sorted(SEEDS.glob("*.json"))
 
 def run_tier(first: int, num_steps: int, page_size: int, cache_type: str, overlap: bool) -> None:
     for seed in range(first, first + num_steps // STEPS_PER_CASE):
-        case = Case(seed, page_size, cache_type, overlap, STEPS_PER_CASE, shares=seed % 2 == 0)
+        case = Case(
+            seed,
+            page_size,
+            cache_type,
+            overlap,
+            STEPS_PER_CASE,
+            shares=seed % 2 == 0,
+            is_fair=seed % 3 > 0,
+        )
         run_case(case, checks_all=False)
 
 
@@ -78,6 +86,7 @@ def watch(world: World, seen: Counter[str]) -> None:
     def counted_schedule(budget: int):  # type: ignore[no-untyped-def]
         batch = schedule(budget)
         seen[f"head waits for {queue.head_waits_for}"] += 1
+        seen["overtaken"] += any(pending.num_overtaken for pending in queue.pending_list)
         for req in batch.reqs if batch else ():
             seen["chunks"] += not req.is_sampled
             seen["prefix hits"] += req.cache_handle.cached_len > 0
@@ -90,16 +99,23 @@ def watch(world: World, seen: Counter[str]) -> None:
         seen["restored"] += longer.cached_len > handle.cached_len
         return longer
 
+    def counted_step(record):  # type: ignore[no-untyped-def]
+        seen["head waits for decode step"] += record.head_waits_for == "decode step"
+
     policy = queue.policy
 
     def counted_policy(*args):  # type: ignore[no-untyped-def]
         admits = policy(*args)
-        if admits and not conservative(*args):
-            seen["admitted by the peak alone"] += peak(*args)
-            seen["admitted by the guess alone"] += not peak(*args)
+        by_peak = admits and not conservative(*args) and peak(*args)
+        by_guess = admits and not conservative(*args) and not by_peak
+        seen["admitted by the peak alone"] += by_peak
+        seen["admitted by the peak though others decode"] += by_peak and queue.pace > 0
+        seen["admitted by the guess alone"] += by_guess
+        seen["admitted by the guess though others decode"] += by_guess and queue.pace > 0
         return admits
 
     manager.restore = counted_restore  # type: ignore[method-assign]
+    world.scheduler.step_listeners.append(counted_step)
     queue.policy = counted_policy
     cache.evict = counted_evict  # type: ignore[method-assign]
     manager.cache_req = counted_cache_req  # type: ignore[method-assign]
@@ -136,6 +152,14 @@ def test_the_generator_reaches_every_corner() -> None:
         "abort early",
         "abort in flight",
         "abort half-prefilled",
+        "mixed",
+        "overtaken",
+        "head waits for decode step",
+        "overloaded",
+        "timeout",
+        "admitted by the peak though others decode",
+        "admitted by the guess though others decode",
+        "preempted though others decode",
     ):
         assert seen[corner] >= 20, f"{corner}: {seen}"
     assert seen["reset"] > 0

@@ -16,10 +16,16 @@ from typing import Any
 
 import torch
 
-from minisgl.core import Req
-from minisgl.message import AbortBackendMsg, BaseBackendMsg, DetokenizeMsg, UserMsg
-from minisgl.params import FinishReason, SamplingParams
-from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.core import Batch, Req
+from minisgl.message import (
+    AbortBackendMsg,
+    BaseBackendMsg,
+    DetokenizeMsg,
+    ExpireBackendMsg,
+    UserMsg,
+)
+from minisgl.params import ErrorKind, FinishReason, SamplingParams
+from minisgl.scheduler import Deadlines, ForwardInput, Scheduler, SchedulerConfig
 
 from .checks import (
     MAX_PREEMPTIONS,
@@ -41,7 +47,7 @@ class WorldConfig:
     """The size of a world. `vocab_size` is small so that prefixes collide.
 
     share_prefixes: how many shared tokens are worth a wait, 0 for never. spill_pages: the slots of
-    the second tier.
+    the second tier. The rest as in `SchedulerConfig`.
     """
 
     page_size: int = 1
@@ -57,17 +63,27 @@ class WorldConfig:
     admission: str = "conservative"
     spill_pages: int = 0
     admission_share: float | None = None
+    max_prefill_streak: int = 0
+    mixed_chunk: int = 0
+    queue_order: str = "fcfs"
+    max_overtaken: int = 0
+    max_queued: int = 0
 
 
 @dataclass
 class Entry:
-    """One request in the world's book. `state`: waiting for its submit, live, or ended."""
+    """One request in the world's book. `state`: waiting for its submit, live, or ended.
+
+    is_crowded: it found the queue full. is_late: its deadline has passed; it is to end with that.
+    """
 
     uid: int
     state: str = "unknown"
     prompt: list[int] = field(default_factory=list)
     max_tokens: int = 0
     is_refused: bool = False
+    is_crowded: bool = False
+    is_late: bool = False
     stop_ids: frozenset[int] = frozenset()
     expected: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
@@ -97,6 +113,8 @@ class World:
             budget=config.budget,
             max_len=config.max_len,
             pad_decode_to=config.pad_decode_to,
+            mixed_budget=min(config.mixed_chunk, config.budget),
+            max_overtaken=config.max_overtaken if config.queue_order != "fcfs" else 0,
         )
         scheduler_config = SchedulerConfig(
             model_path="simulated",
@@ -108,6 +126,11 @@ class World:
             admission=config.admission,
             kv_spill_bytes=config.spill_pages * self.engine.page_bytes,
             admission_share=config.admission_share,
+            max_prefill_streak=config.max_prefill_streak,
+            mixed_chunk=config.mixed_chunk,
+            queue_order=config.queue_order,
+            max_overtaken=config.max_overtaken,
+            max_queued=config.max_queued,
         )
         self.scheduler = Scheduler(scheduler_config, self.engine, self, eos_token_ids=[EOS])
         self.book: dict[int, Entry] = {}
@@ -123,6 +146,11 @@ class World:
         self.resident_seen: tuple[Any, Any] = (None, None)
         self.num_steps = 0
         self.history: list[list[Any]] = []
+        self.deadlines = Deadlines(lambda: self.num_steps)
+        self.streak = 0
+        self.late: list[Entry] = []
+        self._prepare = self.scheduler._prepare_batch
+        self.scheduler._prepare_batch = self._watch  # type: ignore[method-assign]
 
     # What happens to the world
 
@@ -137,14 +165,21 @@ class World:
         stop_ids: Sequence[int] = (),
         nan_after: int | None = None,
         ends_after: int | None = None,
+        priority: int = 0,
+        deadline: int | None = None,
     ) -> None:
-        """Send a request; salts are "" or one letter. ends_after: it stops after so many tokens."""
+        """Send a request; salts are "" or one letter, a deadline is the number of a step.
+
+        ends_after: it stops after so many tokens.
+        """
         given: list[tuple[str, Any, Any]] = [
             ("salt", salt, ""),
             ("ignore_eos", ignore_eos, False),
             ("stop_ids", list(stop_ids), []),
             ("nan_after", nan_after, None),
             ("ends_after", ends_after, None),
+            ("priority", priority, 0),
+            ("deadline", deadline, None),
         ]
         changed = {name: value for name, value, default in given if value != default}
         vocab_size = self.config.vocab_size - (ends_after is not None)
@@ -154,7 +189,9 @@ class World:
             max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=tuple(stop_ids)
         )
         ids = torch.tensor(list(prompt), dtype=torch.int32)
-        self.inbox.append(UserMsg(uid=uid, input_ids=ids, sampling_params=params, salt=salt))
+        self.inbox.append(
+            UserMsg(uid, ids, params, salt=salt, priority=priority, deadline=deadline)
+        )
         room = self.engine.max_seq_len - len(prompt)
         entry = self.book.setdefault(uid, Entry(uid))
         entry.prompt = list(prompt)
@@ -222,6 +259,9 @@ class World:
             self.last_data = self.scheduler.overlap_loop(self.last_data)
         else:
             self.scheduler.normal_loop()
+        if any(entry.is_late for entry in self.late):
+            raise Violation(f"I9: deadlines have passed, and they go on: {self.late}")
+        self.late.clear()
         if self.num_steps % self.check_every == 0 or self.engine.violations:
             self.check()
 
@@ -257,31 +297,46 @@ class World:
         """Everything that was sent since the last turn; never waits."""
         if blocking:
             self.counts["idle"] += 1
-        msgs, self.inbox = self.inbox, []
+        msgs, self.inbox = self.deadlines.expire(self.inbox), []
+        waiting = [pending.uid for pending in self.queue]
         for msg in msgs:
-            self._note(msg)
+            self._note(msg, waiting)
         return msgs
 
     def send(self, replies: Sequence[DetokenizeMsg]) -> None:
         """Hold each reply against the book."""
+        self.deadlines.forget(replies)
         for reply in replies:
             self._take_reply(reply)
         self.trace.update(repr([(r.uid, r.next_token, r.finished) for r in replies]).encode())
 
-    def _note(self, msg: BaseBackendMsg) -> None:
-        """From here on the message counts: a request that is aborted now answers nothing more."""
-        assert isinstance(msg, (UserMsg, AbortBackendMsg))
+    def _note(self, msg: BaseBackendMsg, waiting: list[int]) -> None:
+        """From here on the message counts: a request that is aborted now answers nothing more.
+
+        waiting: the uids in the queue when the message is acted on.
+        """
+        assert isinstance(msg, (UserMsg, AbortBackendMsg, ExpireBackendMsg))
         entry = self.book.setdefault(msg.uid, Entry(msg.uid))
         if isinstance(msg, UserMsg):
             if entry.state == "aborted early":
                 entry.state, entry.reason = "ended", FinishReason.ABORT
             else:
                 entry.state = "live"
+                entry.is_crowded = not entry.is_refused and self._is_full(waiting)
+                entry.is_refused |= entry.is_crowded
+                if not entry.is_refused:
+                    waiting.append(msg.uid)
+            return
+        if msg.uid in waiting:
+            waiting.remove(msg.uid)
+        if isinstance(msg, ExpireBackendMsg):
+            entry.is_late = entry.state == "live" and not entry.is_refused
+            self.late.append(entry)
         elif entry.state == "unknown":
             entry.state = "aborted early"
             self.counts["abort early"] += 1
         elif entry.state == "live" and not entry.is_refused:
-            entry.state, entry.reason = "ended", FinishReason.ABORT
+            entry.state, entry.reason, entry.is_late = "ended", FinishReason.ABORT, False
             self.counts["abort"] += 1
             if any(
                 req.uid == msg.uid for event in self.engine.in_flight for req in event.batch.reqs
@@ -291,6 +346,9 @@ class World:
                 self.counts["abort half-prefilled"] += 1
             elif any(p.uid == msg.uid and p.num_preemptions for p in self.queue):
                 self.counts["abort preempted"] += 1
+
+    def _is_full(self, waiting: list[int]) -> bool:
+        return 0 < self.config.max_queued <= len(waiting)
 
     @property
     def queue(self) -> list[Any]:
@@ -305,13 +363,40 @@ class World:
         if reply.finished != (reason is not None):
             raise Violation(f"I9: {reply} finishes without a reason, or not with one")
         if reason is FinishReason.ERROR:
-            if not entry.is_refused and reply.uid not in self.engine.failing_uids:
+            if not self._may_fail(entry, reply):
                 raise Violation(f"I7: request {reply.uid} failed: {reply.error}")
+            entry.is_late = False
             self.counts["error"] += 1
+            self.counts[reply.error_kind.value] += 1
         else:
             self._take_token(entry, reply.next_token, reason)
         if reason is not None:
             entry.state, entry.reason = "ended", reason
+
+    def _may_fail(self, entry: Entry, reply: DetokenizeMsg) -> bool:
+        """Whether this error has its reason."""
+        if reply.error_kind is ErrorKind.TIMEOUT:
+            return entry.is_late
+        if reply.error_kind is ErrorKind.OVERLOADED:
+            return entry.is_crowded
+        return entry.is_refused or reply.uid in self.engine.failing_uids
+
+    def _watch(self, batch: Batch) -> ForwardInput:
+        """I8: all who run are in each batch with one who does; prompts do not hold them up."""
+        running = [req.uid for req in self.scheduler.decode_manager.running_reqs]
+        uids = [req.uid for req in batch.reqs]
+        num_running = 0 if batch.is_prefill else len(running)
+        if uids[:num_running] != running[:num_running]:
+            self.engine.violate(f"I8: {running} run, {batch.phase} batch of {uids}")
+        self.streak = self.streak + 1 if batch.is_prefill and running else 0
+        limit = 0 if self.config.mixed_chunk else self.config.max_prefill_streak
+        if self.streak > limit and (limit or self.config.mixed_chunk):
+            self.engine.violate(f"I8: {running} wait for the prompts of {uids}")
+        for pending in self.queue:
+            started = self.engine.scripts[pending.uid].started
+            started.setdefault(pending.num_preemptions, len(self.engine.started))
+        self.counts[batch.phase] += 1
+        return self._prepare(batch)
 
     def _take_token(self, entry: Entry, token: int, reason: FinishReason | None) -> None:
         index = len(entry.answer)
@@ -338,6 +423,9 @@ class World:
         for event in self.engine.trace:
             self.trace.update(repr(event).encode())
         self.engine.trace.clear()
+        num_new = sum(not pending.num_preemptions for pending in self.queue)
+        if self.config.max_queued and num_new > self.config.max_queued:
+            raise Violation(f"I8: {num_new} requests wait that were not preempted")
         check_rows(self)
         check_pages(self)
         check_spill(self)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl.core import Batch, Context
+from minisgl.core import Batch, Context, Spans
 from minisgl.kernel import native, native_attention
-from minisgl.kernel.native_attention import KVTensors, PagedBatch
+from minisgl.kernel.native_attention import KVTensors, PagedBatch, PageTable
 from minisgl.kvcache import BaseKVCachePool
 
 from .base import BaseAttnBackend, BaseAttnMetadata
@@ -39,18 +39,15 @@ class NativeAttnBackend(BaseAttnBackend):
         native.load()
         self._ctx = ctx
         self._pool: BaseKVCachePool | None = None
+        self._table: PageTable | None = None
         self._layers: dict[int, KVTensors] = {}
 
     def prepare_metadata(self, batch: Batch) -> None:
         """Copy the rows of the page table; `IndexError` if they point outside of the pool."""
-        reqs = batch.padded_reqs
-        paged = native_attention.snapshot(
-            self._ctx.page_table,
-            [req.table_idx for req in reqs],
-            [req.extend_len for req in reqs],
-            [req.device_len for req in reqs],
-            self._layer(0).pool[-1],
-        )
+        rows, starts, ends, _ = batch.spans or Spans.of(batch.padded_reqs)
+        if self._table is None or self._table.tensor is not self._ctx.page_table:
+            self._table = PageTable(self._ctx.page_table)
+        paged = self._table.snapshot(rows, ends - starts, ends, self._layer(0).pool[-1])
         batch.attn_metadata = NativeAttnMetadata(paged)
 
     def forward(

@@ -142,6 +142,45 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
         "of another model or other settings is ignored",
     ),
     (
+        "mixed_chunk",
+        "--mixed-chunk",
+        int,
+        "N",
+        "a new prompt rides in the steps of running answers, N tokens in each (256 is a good "
+        "choice), so that nobody pauses; 0: prompts first (default 0)",
+    ),
+    (
+        "max_prefill_streak",
+        "--max-prefill-streak",
+        int,
+        "N",
+        "running answers get a token after N steps of new prompts at the latest, if steps are not "
+        "mixed; 0: when all prompts are computed (default 0)",
+    ),
+    (
+        "queue_order",
+        "--queue-order",
+        str,
+        "ORDER",
+        "who starts next: fcfs (as they came, the default), skip (as they came, past those that do "
+        "not fit yet), priority (the largest first), longest-prefix (the most cached tokens first)",
+    ),
+    (
+        "max_overtaken",
+        "--max-overtaken",
+        int,
+        "N",
+        "so many later ones may start before a request under those orders, then it is next "
+        f"(default {SchedulerConfig.max_overtaken})",
+    ),
+    (
+        "max_queued",
+        "--max-queued-requests",
+        int,
+        "N",
+        "most requests that wait; one more is refused at once, 0: no limit (default 0)",
+    ),
+    (
         "attention_backend",
         "--attention-backend --attn",
         str,

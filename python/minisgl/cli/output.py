@@ -121,10 +121,8 @@ def working(
 
     def count(step: StepRecord) -> None:
         nonlocal num_read, num_written
-        if step.phase == "prefill":
-            num_read += step.num_tokens
-        else:
-            num_written += step.num_tokens
+        num_read += step.num_prompt_tokens
+        num_written += step.num_tokens - step.num_prompt_tokens
 
     def text() -> str:
         return STOPPING if is_stopping() else told(num_read, num_written)

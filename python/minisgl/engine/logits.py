@@ -66,7 +66,7 @@ class RowState:
         ids = req.input_ids.long().to(device)
         self.counts = torch.zeros(vocab_size, dtype=torch.int32, device=device)
         self.counts.index_add_(
-            0, ids[req.num_given :], torch.ones_like(ids[req.num_given :], dtype=torch.int32)
+            0, ids[req.num_prompt :], torch.ones_like(ids[req.num_prompt :], dtype=torch.int32)
         )
         self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.seen[ids] = True
@@ -166,7 +166,7 @@ class LogitsProcessors:
         """Made anew from its tokens for a request that was interrupted."""
         if req not in self._masks:
             assert self.grammars is not None, "a constraint that nobody checked"
-            tokens = req.input_ids[req.num_given :].tolist()
+            tokens = req.input_ids[req.num_prompt :].tolist()
             self._masks[req] = MaskState(self.grammars.start(constraint, tokens))
         return self._masks[req]
 

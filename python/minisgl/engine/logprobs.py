@@ -63,7 +63,7 @@ def plan(reqs: Sequence[Req], device: torch.device) -> LogprobPlan | None:
             found.answers.append((i, params.logprobs))
         rows = range(end - 1, end)
         # A prompt that is computed again for an answer that was interrupted has been told already.
-        if params.prompt_logprobs is not None and req.device_len == req.num_given:
+        if params.prompt_logprobs is not None and req.device_len == req.num_prompt:
             rows = range(start, end)
             targets = req.input_ids[req.cached_len + 1 :].tolist()
             if req.next_id is not None:

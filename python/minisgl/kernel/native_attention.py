@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -144,42 +143,57 @@ def _address(name: str, x: np.ndarray) -> int:
     return address
 
 
+class PageTable:
+    """An int32 matrix of locations on the CPU, with contiguous rows, checked once for all steps."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        if table.dtype is not torch.int32 or table.device.type != "cpu":
+            raise TypeError(f"the page table must be int32 on the CPU, not {table.dtype}")
+        if table.dim() != 2 or (table.shape[1] > 1 and table.stride(1) != 1):
+            raise ValueError("the page table must be a matrix with contiguous rows")
+        self.tensor = table
+        self.width = table.shape[1]
+        self._native = (table.data_ptr(), table.shape[0], table.stride(0), self.width)
+
+    def snapshot(
+        self,
+        rows: Sequence[int] | np.ndarray,
+        query_lens: Sequence[int] | np.ndarray,
+        kv_lens: Sequence[int] | np.ndarray,
+        num_locations: int,
+    ) -> PagedBatch:
+        """A copy of some rows, as far as each is used.
+
+        `IndexError` if a row, a length or a location lies outside.
+        """
+        n = len(kv_lens)
+        if len(rows) != n or len(query_lens) != n:
+            raise ValueError(f"{len(rows)} rows and {len(query_lens)} counts, {n} lengths")
+        longest = int(np.maximum.reduce(kv_lens, initial=0))
+        if longest > self.width:
+            raise IndexError(f"a request of {longest} tokens, a page table of {self.width}")
+        ints = np.empty(3 * n + 1 + n * longest, np.int32)
+        ints[0] = 0
+        np.add.accumulate(query_lens, dtype=np.int32, out=ints[1 : n + 1])
+        ints[n + 1 : 2 * n + 1] = kv_lens
+        ints[2 * n + 1 : 3 * n + 1] = rows
+        batch = PagedBatch(ints, n, longest)
+        _, _, lengths, to, _ = batch.addresses
+        native.load().snapshot_rows(
+            *self._native, lengths + n * INT_BYTES, lengths, n, to, longest, num_locations
+        )
+        return batch
+
+
 def snapshot(
     page_table: torch.Tensor,
-    table_indices: Sequence[int],
+    rows: Sequence[int],
     query_lens: Sequence[int],
     kv_lens: Sequence[int],
     num_locations: int,
 ) -> PagedBatch:
-    """A `PagedBatch` with a copy of the rows `table_indices` of an int32 page table, as far as each
-    is used; `IndexError` if a row, a length or a location lies outside."""
-    if page_table.dtype is not torch.int32 or page_table.device.type != "cpu":
-        raise TypeError(f"the page table must be int32 on the CPU, not {page_table.dtype}")
-    if page_table.dim() != 2 or (page_table.shape[1] > 1 and page_table.stride(1) != 1):
-        raise ValueError("the page table must be a matrix with contiguous rows")
-    n = len(kv_lens)
-    if len(table_indices) != n or len(query_lens) != n:
-        raise ValueError(f"{len(table_indices)} rows and {len(query_lens)} counts, {n} lengths")
-    longest = max(kv_lens, default=0)
-    if longest > page_table.shape[1]:
-        raise IndexError(f"a request of {longest} tokens, a page table of {page_table.shape[1]}")
-    ints = np.empty(3 * n + 1 + n * longest, np.int32)
-    ints[: 3 * n + 1] = [*accumulate(query_lens, initial=0), *kv_lens, *table_indices]
-    batch = PagedBatch(ints, n, longest)
-    _, _, length_address, rows_address, _ = batch.addresses
-    native.load().snapshot_rows(
-        page_table.data_ptr(),
-        page_table.shape[0],
-        page_table.stride(0),
-        page_table.shape[1],
-        length_address + n * INT_BYTES,
-        length_address,
-        n,
-        rows_address,
-        longest,
-        num_locations,
-    )
-    return batch
+    """`PageTable.snapshot` of a table that is used once."""
+    return PageTable(page_table).snapshot(rows, query_lens, kv_lens, num_locations)
 
 
 def _heads(name: str, x: torch.Tensor, heads: int | None, dim: int) -> torch.Tensor:

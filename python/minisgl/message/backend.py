@@ -60,3 +60,10 @@ class VocabularyMsg(BaseBackendMsg):
     """The first message of a scheduler's life: which ids end an answer."""
 
     eos_token_ids: list[int]
+
+
+@dataclass(eq=False)
+class ExpireBackendMsg(BaseBackendMsg):
+    """End a request whose deadline has passed, and say so; one that has ended is left alone."""
+
+    uid: int

@@ -12,6 +12,7 @@ from .admission import AdmissionPolicy, PageDemand, conservative, optimistic, pe
 from .cache import CacheManager
 from .decode import DecodeManager
 from .forecast import Forecast
+from .intake import Deadlines
 from .preempt import Preemptor
 from .prefill import ChunkedReq, PrefillAdder, PrefillManager
 from .protocols import EngineProtocol, IOProtocol
@@ -24,6 +25,7 @@ __all__ = [
     "AdmissionPolicy",
     "CacheManager",
     "ChunkedReq",
+    "Deadlines",
     "DecodeManager",
     "EngineProtocol",
     "Forecast",

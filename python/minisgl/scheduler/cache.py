@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from minisgl.core import Req
+from minisgl.core import Req, Spans
 from minisgl.kvcache import BaseCacheHandle, MatchResult, SpillTier, create_prefix_cache
 from minisgl.utils import div_ceil
 
-from .utils import Ints, PendingReq, cells, to_device, to_tensor, token_index
+from .utils import Ints, PendingReq, cells, index_on_device, to_tensor, token_index
 
 WritePages = Callable[[torch.Tensor, int], None]  # page numbers, first page of the data
 
@@ -154,22 +154,28 @@ class CacheManager:
         page = self.page_size
         return sum([div_ceil(r.device_len, page) - div_ceil(r.cached_len, page) for r in reqs])
 
-    def allocate_paged(self, reqs: Sequence[Req]) -> None:
-        """Give every request the pages for `[cached_len, device_len)`, all or nothing."""
+    def allocate_paged(self, reqs: Sequence[Req], spans: Spans | None = None) -> None:
+        """Give every request the pages for `[cached_len, device_len)`, all or nothing.
+
+        spans: theirs, if they are at hand.
+        """
         page_size = self.page_size
-        spans: list[tuple[int, int, int]] = []
-        for req in reqs:
-            first_page = div_ceil(req.cached_len, page_size)
-            last_page = div_ceil(req.device_len, page_size)
-            if last_page > first_page:
-                spans.append((req.table_idx, first_page, last_page))
-        needed_pages = sum(last - first for _, first, last in spans)
-        if needed_pages > 0:
-            pages = self._take(needed_pages)
+        if spans is None or len(spans.rows) != len(reqs):
+            spans = Spans.of(reqs)
+        rows, starts, ends, num_tokens = spans
+        num_pages = ends
+        if page_size > 1:
+            first_pages, num_pages = -(-starts // page_size), -(-ends // page_size)
+            is_short = num_pages > first_pages
+            rows, starts, ends = rows[is_short], first_pages[is_short], num_pages[is_short]
+            num_tokens = int((ends - starts).sum()) * page_size
+            starts, ends = starts * page_size, ends * page_size
+        if num_tokens > 0:
+            pages = self._take(num_tokens // page_size)
             locations = pages if page_size == 1 else self._page_to_token(to_tensor(pages))
-            _write_page_table(self._table, locations, spans, page_size)
-        for req in reqs:
-            self._owners[req.table_idx] = (req, div_ceil(req.device_len, page_size))
+            index = token_index(rows, starts, ends, num_tokens)
+            self._table[index_on_device(index, self._table)] = cells(locations)
+        self._owners.update(zip(spans.rows.tolist(), zip(reqs, num_pages.tolist())))
 
     def cache_req(self, req: Req, *, finished: bool, length: int | None = None) -> None:
         """Hand a request's KV to the prefix cache; at its end, give back all that is left.
@@ -371,11 +377,8 @@ def _write_page_table(
     spans: Sequence[tuple[int, int, int]],
     page_size: int,
 ) -> None:
-    """Write all new locations in one indexed assignment; a span: (row, first page, end page)."""
-    rows, columns = token_index(
-        [row for row, _, _ in spans],
-        [first * page_size for _, first, _ in spans],
-        [(end - first) * page_size for _, first, end in spans],
-    )
+    """Write the locations of all tokens of new pages; a span: (row, first page, end page)."""
+    rows, starts, ends = np.array(spans).T * [[1], [page_size], [page_size]]
+    index = token_index(rows, starts, ends, len(allocated))
     table = cells(page_table)
-    table[to_device(rows, table), to_device(columns, table)] = cells(allocated)
+    table[index_on_device(index, table)] = cells(allocated)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from minisgl.core import Batch, Req
 from minisgl.utils import OrderedSet
@@ -34,13 +34,12 @@ class DecodeManager:
         """An upper bound on the tokens that running requests may still take from the pool."""
         return sum(req.remain_len + self.page_size - 1 for req in self._running)
 
-    def filter_reqs(self, reqs: Iterable[Req]) -> None:
+    def filter_reqs(self, reqs: Collection[Req]) -> None:
         """After a forward: take in those of `reqs` that go on, drop those that cannot."""
-        for req in reqs:
-            if req.can_decode:
-                self._running.add(req)
-            else:
-                self._running.discard(req)
+        done = [req for req in reqs if not req.can_decode]
+        self._running.update(reqs)
+        for req in done:
+            self._running.discard(req)
 
     def remove_req(self, req: Req) -> None:
         """Drop `req` if it is running."""

@@ -17,8 +17,11 @@ from minisgl.message import (
     BaseBackendMsg,
     BatchBackendMsg,
     DetokenizeMsg,
+    ExpireBackendMsg,
     UserMsg,
 )
+
+from .intake import DEADLINE_PASSED
 
 MAX_COMPILING = 256
 NO_TOKEN = -1
@@ -61,6 +64,9 @@ class ConstraintGate:
             self._take_in(msg, msg.sampling_params.constraint, out)
         elif isinstance(msg, AbortBackendMsg) and msg.uid in self._held:
             del self._held[msg.uid]
+        elif isinstance(msg, ExpireBackendMsg) and msg.uid in self._held:
+            del self._held[msg.uid]
+            self._end(msg.uid, DEADLINE_PASSED, ErrorKind.TIMEOUT)
         else:
             out.append(msg)
 
@@ -72,13 +78,8 @@ class ConstraintGate:
             self._held[msg.uid] = msg, future
         else:
             text = f"{MAX_COMPILING} requests wait for their constraints already: try again later"
-            self._refuse(
-                DetokenizeMsg(
-                    msg.uid,
-                    NO_TOKEN,
-                    True,
-                    FinishReason.ERROR,
-                    error=text,
-                    error_kind=ErrorKind.OVERLOADED,
-                )
-            )
+            self._end(msg.uid, text, ErrorKind.OVERLOADED)
+
+    def _end(self, uid: int, text: str, kind: ErrorKind) -> None:
+        error = FinishReason.ERROR
+        self._refuse(DetokenizeMsg(uid, NO_TOKEN, True, error, error=text, error_kind=kind))

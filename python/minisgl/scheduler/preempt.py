@@ -54,6 +54,8 @@ class Preemptor:
             req = self._newest(batch)
             self.preempt(req)
             batch.reqs[:] = [other for other in batch.reqs if other.table_idx != req.table_idx]
+            if not any(req.is_prefilling for req in batch.reqs):
+                batch.phase = "decode"
 
     def _newest(self, batch: Batch) -> Req:
         """The request that was admitted last; the batch may have some that hold no pages yet."""

@@ -1,7 +1,7 @@
 """The queue, and how prompts get from it into batches: match, admit, lock, take a row, chunk.
 
 First come, first served; admission stops at the first request that does not fit. The whole policy
-is `PrefillManager.schedule_next_batch` and `PrefillAdder.try_add_one`.
+is `PrefillManager.schedule_next_batch` and `PrefillAdder.try_add_one`; `queue` has other orders.
 
 Sharing (`min_shared` > 0): a batch reads only what earlier steps wrote, so a request whose next
 pages are just being computed for another waits until they are in the cache. `PrefixKey` is what it
@@ -11,8 +11,7 @@ have the same key if they share `min_shared` tokens more: one look-up replaces a
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import itertools
 from typing import TypeAlias
 
 from minisgl.core import Batch, Req, SamplingParams
@@ -20,10 +19,11 @@ from minisgl.kvcache import BaseCacheHandle
 from minisgl.message import UserMsg
 from minisgl.utils import align_ceil, align_down, div_ceil
 
-from .admission import AdmissionPolicy, PageDemand, conservative
+from .admission import AdmissionPolicy, PageDemand, Promises, conservative
 from .cache import CacheManager
 from .decode import DecodeManager
 from .forecast import Forecast
+from .queue import MAX_LOOKAHEAD, Order, Turns, fcfs
 from .table import TableManager
 from .utils import PendingReq
 
@@ -31,6 +31,7 @@ WAITS_FOR_ROW = "table row"
 WAITS_FOR_PAGES = "pages"
 WAITS_FOR_BUDGET = "token budget"
 WAITS_FOR_PREFIX = "shared prefix"
+WAITS_FOR_DECODE = "decode step"
 
 MAX_PREEMPTIONS = 3  # of one request; after that it starts only if its worst case fits
 
@@ -59,7 +60,7 @@ class PrefillAdder:
     reserved_size: tokens promised to others. `promised` says it request by request, for policies
     that need more than the sum; both count. forecast: what answers are expected to use, None: all
     they may. min_shared: whole pages, in tokens. in_flight: what the batch before this one
-    computes; `started` is what this one does.
+    computes; `started` is what this one does. pace: of `PrefillManager`.
     """
 
     def __init__(
@@ -69,11 +70,12 @@ class PrefillAdder:
         cache_manager: CacheManager,
         table_manager: TableManager,
         *,
-        promised: Sequence[PageDemand] = (),
+        promised: Promises | None = None,
         policy: AdmissionPolicy = conservative,
         forecast: Forecast | None = None,
         min_shared: int = 0,
         in_flight: frozenset[PrefixKey] = frozenset(),
+        pace: int = 0,
     ) -> None:
         self.token_budget = token_budget
         self.reserved_size = reserved_size
@@ -81,9 +83,10 @@ class PrefillAdder:
         self.table_manager = table_manager
         self.policy = policy
         self.forecast = forecast
-        self.promised = list(promised)
+        self.promised = Promises() if promised is None else promised
         self.min_shared = min_shared
         self.in_flight = in_flight
+        self.pace = pace
         self.started: set[PrefixKey] = set()
         self.waits_for: str | None = None
         if reserved_size:  # for nobody knows how long
@@ -114,9 +117,7 @@ class PrefillAdder:
         if key is not None and (key in self.started or key in self.in_flight):
             self.waits_for = WAITS_FOR_PREFIX
             return None
-        lens = pending.input_len, pending.output_len
-        unused = unused_tokens(self.forecast, pending.num_generated, pending.sampling_params)
-        demand = PageDemand.of_candidate(*lens, handle, cache.page_size, unused=unused)
+        demand = self._demand(pending, handle)
         policy = self.policy if pending.num_preemptions < MAX_PREEMPTIONS else conservative
         if not policy(demand, self.promised, cache):
             self.waits_for = WAITS_FOR_PAGES
@@ -127,8 +128,7 @@ class PrefillAdder:
             self.waits_for = WAITS_FOR_PAGES
             return None
         handle = cache.restore(pending.input_ids[: pending.match_len], handle, pending.salt)
-        demand = PageDemand.of_candidate(*lens, handle, cache.page_size, unused=unused)
-        self.promised.append(demand)  # less the pages that were just restored
+        self.promised.append(self._demand(pending, handle))  # less what was just restored
         row = self.table_manager.allocate()
         if pending.num_cached_tokens is None:
             pending.num_cached_tokens = handle.cached_len
@@ -136,6 +136,16 @@ class PrefillAdder:
             self._write_tokens(pending, row, 0, cached_len)
             self.table_manager.page_table[row, :cached_len] = handle.get_matched_indices()
         return handle, row
+
+    def _demand(self, pending: PendingReq, handle: BaseCacheHandle) -> PageDemand:
+        return PageDemand.of_candidate(
+            pending.input_len,
+            pending.output_len,
+            handle,
+            self.cache_manager.page_size,
+            pace=self.pace,
+            unused=unused_tokens(self.forecast, pending.num_generated, pending.sampling_params),
+        )
 
     def _add_chunk(
         self, pending: PendingReq, handle: BaseCacheHandle | None, row: int, cached_len: int
@@ -179,7 +189,9 @@ class PrefillAdder:
 class PrefillManager:
     """Owns the queue. The chunked request, if there is one, stands at its head.
 
-    min_shared: the fewest tokens of another's prefix that a request waits for, 0 for never.
+    min_shared: the fewest tokens of another's prefix that a request waits for, 0 for never. pace:
+    if others decode while a prompt is half computed, the fewest of its tokens from one of their
+    steps to the next; 0 if they stand still. max_overtaken: see `queue`.
     """
 
     def __init__(
@@ -189,7 +201,11 @@ class PrefillManager:
         decode_manager: DecodeManager,
         policy: AdmissionPolicy = conservative,
         min_shared: int = 0,
+        *,
         forecast: Forecast | None = None,
+        pace: int = 0,
+        order: Order = fcfs,
+        max_overtaken: int = 0,
     ) -> None:
         self.cache_manager = cache_manager
         self.table_manager = table_manager
@@ -197,6 +213,9 @@ class PrefillManager:
         self.policy = policy
         self.forecast = forecast
         self.min_shared = align_ceil(min_shared, cache_manager.page_size)
+        self.pace = pace
+        self.order = order
+        self.max_overtaken = max_overtaken
         self.pending_list: list[PendingReq] = []
         self.head_waits_for: str | None = None
         self._in_flight: frozenset[PrefixKey] = frozenset()
@@ -214,13 +233,14 @@ class PrefillManager:
                 input_ids=user_msg.input_ids,
                 sampling_params=user_msg.sampling_params,
                 salt=user_msg.salt,
+                priority=user_msg.priority,
             )
         )
 
     @property
     def half_prefilled(self) -> list[PendingReq]:
         """Those whose prompt is computed in part."""
-        return [pending for pending in self.pending_list if pending.chunked_req]
+        return list(itertools.takewhile(lambda pending: pending.chunked_req, self.pending_list))
 
     def put_back(self, pending: PendingReq) -> None:
         """A preempted request stands at the head of the queue again, with nothing computed."""
@@ -237,6 +257,9 @@ class PrefillManager:
         in_flight, self._in_flight = self._in_flight, frozenset()
         if not self.pending_list:
             return None
+        if not self.table_manager.available_size and self.pending_list[0].chunked_req is None:
+            self.head_waits_for = WAITS_FOR_ROW
+            return None
         adder = PrefillAdder(
             token_budget=budget,
             reserved_size=0,
@@ -247,48 +270,68 @@ class PrefillManager:
             forecast=self.forecast,
             min_shared=self.min_shared,
             in_flight=in_flight,
+            pace=self.pace,
         )
+        reqs = self._take_turns(adder)
+        self._in_flight = frozenset(adder.started)
+        return Batch(reqs, "prefill") if reqs else None
+
+    def _take_turns(self, adder: PrefillAdder) -> list[Req]:
+        """Go down the queue in its order as far as it may go; who is ready leaves it."""
+        turns = Turns(self.pending_list, self.order, self.max_overtaken, self._cached_len)
         reqs: list[Req] = []
+        taken: set[PendingReq] = set()
         unfinished: list[PendingReq] = []
-        for pending in self.pending_list:
+        num_refused = 0
+        for pending in turns.candidates:
+            if not turns.may_start(pending):
+                break
             req = adder.try_add_one(pending)
             if req is None:
-                self.head_waits_for = adder.waits_for
+                self.head_waits_for = self.head_waits_for or adder.waits_for
+                num_refused += 1
+                may_skip = turns.skips and adder.waits_for in (WAITS_FOR_PAGES, WAITS_FOR_PREFIX)
+                if may_skip and num_refused <= MAX_LOOKAHEAD:
+                    continue
                 break
+            turns.overtake(pending)
+            taken.add(pending)
             pending.chunked_req = None
             if isinstance(req, ChunkedReq):
                 pending.chunked_req = req
                 unfinished.append(pending)
             reqs.append(req)
-        self.pending_list = unfinished + self.pending_list[len(reqs) :]
-        self._in_flight = frozenset(adder.started)
-        return Batch(reqs, "prefill") if reqs else None
+        if reqs:
+            waiting = [pending for pending in self.pending_list if pending not in taken]
+            self.pending_list = unfinished + waiting
+        return reqs
 
-    def _promised(self) -> list[PageDemand]:
+    def _cached_len(self, pending: PendingReq) -> int:
+        return int(self.cache_manager.match_req(pending).cuda_handle.cached_len)
+
+    def _promised(self) -> Promises:
         """What everyone who holds pages may come to need, also who has ended but not drained."""
-        halves = {p.chunked_req.table_idx: p for p in self.pending_list if p.chunked_req}
-        demands = []
-        for req in self.cache_manager.holders:
-            prompt_len, longest, unused = 0, req.max_device_len, 0
+        reqs = self.cache_manager.holders
+        stored = [req.cached_len for req in reqs]
+        longest = [
+            req.max_device_len if req.finish_reason is None else req.cached_len + 1 for req in reqs
+        ]
+        prompt_lens, unused = [0] * len(reqs), [0] * len(reqs)
+        halves = {p.chunked_req.table_idx: p for p in self.half_prefilled if p.chunked_req}
+        for i, req in enumerate(reqs) if halves or self.forecast else ():
             if half := halves.get(req.table_idx):
-                prompt_len, longest = half.input_len, half.input_len + half.output_len
-                unused = unused_tokens(self.forecast, half.num_generated, half.sampling_params)
-            elif req.finish_reason is not None:
-                longest = req.cached_len + 1
-            elif req.can_decode:
-                num_generated = req.device_len - req.num_given
-                unused = unused_tokens(self.forecast, num_generated, req.sampling_params)
-            demands.append(
-                PageDemand.of_holder(
-                    req.cached_len,
-                    longest,
-                    req.cache_handle,
-                    self.cache_manager.page_size,
-                    prompt_len=prompt_len,
-                    unused=unused,
-                )
-            )
-        return demands
+                prompt_lens[i], longest[i] = half.input_len, half.input_len + half.output_len
+                num_generated = half.num_generated
+            elif req.finish_reason is None and req.can_decode:
+                num_generated = req.device_len - req.num_prompt
+            else:
+                continue
+            unused[i] = unused_tokens(self.forecast, num_generated, req.sampling_params)
+        prefixes = [req.cache_handle for req in reqs]
+        page_size = self.cache_manager.page_size
+        return Promises.of_holders(
+            stored, longest, prompt_lens, unused, prefixes, page_size, self.pace
+        )
 
     def abort_req(self, uid: int) -> PendingReq | None:
         """Take request `uid` out of the queue and return it, None if it is not there."""
@@ -301,12 +344,3 @@ class PrefillManager:
 def unused_tokens(forecast: Forecast | None, num_generated: int, params: SamplingParams) -> int:
     """How many of the tokens that a request may still generate are not expected."""
     return forecast.unused(num_generated, params.max_tokens) if forecast else 0
-
-
-def clamp_max_tokens(msg: UserMsg, max_seq_len: int) -> UserMsg:
-    """`msg` with `max_tokens` cut to what the context leaves; the caller's object stays as is."""
-    room = max_seq_len - len(msg.input_ids)
-    if msg.sampling_params.max_tokens <= room:
-        return msg
-    params = dataclasses.replace(msg.sampling_params, max_tokens=room)
-    return dataclasses.replace(msg, sampling_params=params)

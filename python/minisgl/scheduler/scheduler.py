@@ -24,6 +24,7 @@ from minisgl.core import (
     Logprob,
     PositionLogprobs,
     Req,
+    Spans,
 )
 from minisgl.env import ENV
 from minisgl.kvcache import SpillTier
@@ -33,6 +34,7 @@ from minisgl.message import (
     BatchBackendMsg,
     DetokenizeMsg,
     ExitMsg,
+    ExpireBackendMsg,
     FlushMsg,
     UserMsg,
 )
@@ -42,10 +44,12 @@ from .admission import POLICIES
 from .cache import CacheManager
 from .decode import DecodeManager
 from .forecast import Forecast
+from .intake import DEADLINE_PASSED, check_request, clamp_max_tokens
 from .preempt import Preemptor
-from .prefill import PrefillManager, clamp_max_tokens
+from .prefill import WAITS_FOR_DECODE, PrefillManager
 from .prefixes import load_prefixes, save_prefixes
 from .protocols import EngineProtocol, ForwardOutputProtocol, IOProtocol
+from .queue import ORDERS
 from .record import StepRecord
 from .table import TableManager
 from .utils import (
@@ -53,6 +57,7 @@ from .utils import (
     ForwardInput,
     cells,
     clamped,
+    count_tokens,
     make_positions,
     make_write_tuple,
 )
@@ -94,6 +99,8 @@ class Scheduler:
             engine.num_pages, config.page_size, engine.page_table, config.cache_type, spill
         )
         self.decode_manager = DecodeManager(config.page_size)
+        self.prefill_budget = config.max_extend_tokens
+        self.mixed_budget = min(config.mixed_chunk, config.max_extend_tokens)
         is_optimistic = config.admission == "optimistic"
         self.forecast = Forecast(config.admission_share) if is_optimistic else None
         self.prefill_manager = PrefillManager(
@@ -103,10 +110,12 @@ class Scheduler:
             POLICIES[config.admission],
             min_shared=config.share_prefixes if config.cache_type != "naive" else 0,
             forecast=self.forecast,
+            pace=self.mixed_budget or config.max_prefill_streak * config.max_extend_tokens,
+            order=ORDERS[config.queue_order],
+            max_overtaken=config.max_overtaken,
         )
         managers = self.table_manager, self.prefill_manager, self.decode_manager
         self.preemptor = Preemptor(self.cache_manager, *managers) if is_optimistic else None
-        self.prefill_budget = config.max_extend_tokens
         self.finished_reqs: OrderedSet[Req] = OrderedSet()
         self.step_listeners: list[Callable[[StepRecord], None]] = []
         self.is_exiting = False
@@ -116,6 +125,7 @@ class Scheduler:
         self._early_aborts: OrderedDict[int, None] = OrderedDict()
         self._outbox: list[DetokenizeMsg] = []
         self._tick = 0
+        self._prefill_streak = 0
         self._schedule_seconds = 0.0
         if config.kv_prefix_file and os.path.exists(config.kv_prefix_file):
             self.load_prefixes(config.kv_prefix_file)
@@ -228,6 +238,8 @@ class Scheduler:
             self._submit(msg)
         elif isinstance(msg, AbortBackendMsg):
             self._abort(msg.uid)
+        elif isinstance(msg, ExpireBackendMsg):
+            self._expire(msg.uid)
         elif isinstance(msg, FlushMsg):
             self.flush_cache()
         elif isinstance(msg, ExitMsg):
@@ -242,51 +254,47 @@ class Scheduler:
         try:
             self.check_request(msg)
         except InvalidRequestError as error:
-            self._outbox.append(
-                DetokenizeMsg(
-                    msg.uid,
-                    NO_TOKEN,
-                    True,
-                    FinishReason.ERROR,
-                    error=str(error),
-                    error_kind=ErrorKind.INVALID,
-                    error_param=error.param,
-                )
-            )
+            self._refuse(msg.uid, str(error), ErrorKind.INVALID, error.param)
+            return
+        limit = self.config.max_queued
+        if limit and len(self.prefill_manager.pending_list) >= limit:
+            text = f"{limit} requests wait already, the most that may: try again later"
+            self._refuse(msg.uid, text, ErrorKind.OVERLOADED)
             return
         self.prefill_manager.add_one_req(clamp_max_tokens(msg, self.engine.max_seq_len))
 
     def check_request(self, msg: UserMsg) -> None:
         """`InvalidRequestError` for a request that cannot run on this engine, ever."""
-        ids = msg.input_ids
-        limit, vocab_size = self.engine.max_seq_len, self.engine.vocab_size
-        if len(ids) == 0:
-            raise InvalidRequestError("the prompt is empty: give at least one token", "prompt")
-        if len(ids) >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens and the context holds {limit}, which leaves no "
-                f"room for an answer: shorten it, or raise --max-seq-len-override or the KV pool",
-                "prompt",
-            )
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocab_size:
-            wrong = low if low < 0 else high
-            raise InvalidRequestError(
-                f"token id {wrong} is not in the vocabulary of {vocab_size}", "prompt"
-            )
-        msg.sampling_params.validate(vocab_size)
+        check_request(msg, self.engine.max_seq_len, self.engine.vocab_size)
         if msg.sampling_params.constraint is not None:
             self.engine.check_constraint(msg.sampling_params.constraint)
 
     # Schedule and launch
 
+    def _next_batch(self) -> Batch | None:
+        """Prompts before answers; where answers are to be protected, both, or in turns."""
+        prompts, answers = self.prefill_manager, self.decode_manager
+        if not answers.runnable:
+            self._prefill_streak = 0
+            return prompts.schedule_next_batch(self.prefill_budget)
+        if self.mixed_budget:
+            chunk = prompts.schedule_next_batch(self.mixed_budget)
+            decode = answers.schedule_next_batch()
+            return Batch(decode.reqs + chunk.reqs, "mixed") if decode and chunk else decode
+        limit = self.config.max_prefill_streak
+        if not limit or self._prefill_streak < limit:
+            self._prefill_streak += 1
+            if batch := prompts.schedule_next_batch(self.prefill_budget):
+                return batch
+        elif prompts.runnable:
+            prompts.head_waits_for = WAITS_FOR_DECODE
+        self._prefill_streak = 0
+        return answers.schedule_next_batch()
+
     def _schedule_next_batch(self) -> ForwardInput | None:
-        """Prefill before decode; None if nothing can run."""
+        """The next step, ready to launch; None if nothing can run."""
         start = time.perf_counter()
-        batch = (
-            self.prefill_manager.schedule_next_batch(self.prefill_budget)
-            or self.decode_manager.schedule_next_batch()
-        )
+        batch = self._next_batch()
         if batch and self.preemptor:
             self.preemptor.make_room(batch)
         if batch is None or not batch.reqs:
@@ -302,14 +310,15 @@ class Scheduler:
     def _prepare_batch(self, batch: Batch) -> ForwardInput:
         """Allocate pages and lay out everything that the forward reads."""
         self.engine.pad_batch(batch)
-        self.cache_manager.allocate_paged(batch.reqs)
-        batch.positions, input_tuple = make_positions(batch, self._tokens)
+        batch.spans = spans = Spans.of(batch.padded_reqs)
+        self.cache_manager.allocate_paged(batch.reqs, spans)
+        batch.positions, input_tuple = make_positions(spans, self._tokens)
         batch.out_loc = self._locations[input_tuple]
         return ForwardInput(
             batch=batch,
             sample_args=self.engine.prepare(batch),
             input_tuple=input_tuple,
-            write_tuple=make_write_tuple(batch.reqs, self._tokens),
+            write_tuple=make_write_tuple(batch.reqs, spans, self._tokens),
         )
 
     def _launch(self, forward_input: ForwardInput | None) -> ForwardData | None:
@@ -317,7 +326,7 @@ class Scheduler:
         if forward_input is None:
             return None
         batch = forward_input.batch
-        num_tokens = sum(req.extend_len for req in batch.reqs) if self.step_listeners else 0
+        sizes = count_tokens(batch) if self.step_listeners else (0, 0)
         start = time.perf_counter()
         try:
             with self.engine.launch_order():
@@ -328,7 +337,19 @@ class Scheduler:
         for req in batch.reqs:
             self._num_in_flight[req] = self._num_in_flight.get(req, 0) + 1
         if self.step_listeners:
-            self._record_step(batch, num_tokens, time.perf_counter() - start)
+            seconds = (self._schedule_seconds, time.perf_counter() - start)
+            num_preemptions = self.preemptor.num_preemptions if self.preemptor else 0
+            record = StepRecord.take(
+                self._tick,
+                batch,
+                sizes,
+                self.prefill_manager,
+                self.decode_manager,
+                num_preemptions,
+                seconds,
+            )
+            for listener in self.step_listeners:
+                listener(record)
         return forward_input, output
 
     def _forward(self, forward_input: ForwardInput) -> ForwardOutputProtocol:
@@ -343,27 +364,6 @@ class Scheduler:
             req.complete_one()
         self.decode_manager.filter_reqs(batch.reqs)
         return output
-
-    def _record_step(self, batch: Batch, num_tokens: int, forward_seconds: float) -> None:
-        cache, sizes = self.cache_manager, self.cache_manager.prefix_cache.size_info
-        record = StepRecord(
-            step=self._tick,
-            phase=batch.phase,
-            uids=tuple(req.uid for req in batch.reqs),
-            num_tokens=num_tokens,
-            waiting=len(self.prefill_manager.pending_list),
-            free_pages=cache.num_free_pages,
-            cached_pages=sizes.total_size // cache.page_size,
-            evictable_pages=sizes.evictable_size // cache.page_size,
-            owned_pages=cache.num_owned_pages,
-            reserved_tokens=self.decode_manager.inflight_tokens,
-            head_waits_for=self.prefill_manager.head_waits_for,
-            num_preemptions=self.preemptor.num_preemptions if self.preemptor else 0,
-            schedule_seconds=self._schedule_seconds,
-            forward_seconds=forward_seconds,
-        )
-        for listener in self.step_listeners:
-            listener(record)
 
     # Results
 
@@ -384,26 +384,27 @@ class Scheduler:
                     continue
                 self._note_prompt_logprobs(req, output, i)
                 if req.is_sampled:
-                    self._accept_token(req, token, batch.is_prefill)
+                    self._accept_token(req, token)
                     self._tell_logprobs(req, output, i)
                     self._end_if_complete(req)
                 elif self.prefill_manager.min_shared and not req.has_bad_kv:
                     self.cache_manager.cache_chunk(req)
 
-    def _accept_token(self, req: Req, token: int, ends_prefill: bool) -> None:
+    def _accept_token(self, req: Req, token: int) -> None:
         if token == NO_TOKEN:
             self._end_req(req, FinishReason.ERROR)
             self._reply(req.uid, NO_TOKEN, FinishReason.ERROR, self._reason_of_no_token(req))
             return
+        is_first = req.num_ids == req.num_input
         req.append_host(token)
         reason = self._reason_to_stop(req, token)
         self._reply(req.uid, token, reason)
-        if req.num_ids == req.num_given + 1 and req.pending is not None:
-            self._outbox[-1].num_prompt_tokens = req.num_given
+        if req.num_ids == req.num_prompt + 1 and req.pending is not None:
+            self._outbox[-1].num_prompt_tokens = req.num_prompt
             self._outbox[-1].num_cached_tokens = req.pending.num_cached_tokens or 0
         if reason is not None:
             self._end_req(req, reason)
-        elif ends_prefill:  # the KV of tokens that are still in flight is not shared yet
+        elif is_first:  # the KV of tokens that are still in flight is not shared yet
             self.cache_manager.cache_req(req, finished=False, length=req.num_ids - 1)
 
     def _note_prompt_logprobs(self, req: Req, output: ForwardOutputProtocol, i: int) -> None:
@@ -419,7 +420,7 @@ class Scheduler:
         params, reply = req.sampling_params, self._outbox[-1]
         if params.logprobs is not None and reply.error is None:
             reply.logprobs = output.logprobs.answer(i, reply.next_token)
-        if params.prompt_logprobs is not None and req.num_ids == req.num_given + 1:
+        if params.prompt_logprobs is not None and req.num_ids == req.num_prompt + 1:
             reply.prompt_logprobs = req.prompt_logprobs
 
     def _reason_of_no_token(self, req: Req) -> str:
@@ -437,7 +438,7 @@ class Scheduler:
     def _is_complete(self, req: Req) -> bool:
         if req.sampling_params.constraint is None:
             return False
-        num_generated = req.num_ids - req.num_given
+        num_generated = req.num_ids - req.num_prompt
         return bool(self.engine.matcher_of(req).is_complete_after(num_generated))
 
     def _reason_to_stop(self, req: Req, token: int) -> FinishReason | None:
@@ -451,9 +452,19 @@ class Scheduler:
         return FinishReason.LENGTH if is_full else None
 
     def _reply(
-        self, uid: int, token: int, reason: FinishReason | None, error: str | None = None
+        self,
+        uid: int,
+        token: int,
+        reason: FinishReason | None,
+        error: str | None = None,
+        kind: ErrorKind = ErrorKind.FAILED,
+        param: str | None = None,
     ) -> None:
-        self._outbox.append(DetokenizeMsg(uid, token, reason is not None, reason, error))
+        is_last = reason is not None
+        self._outbox.append(DetokenizeMsg(uid, token, is_last, reason, error, kind, param))
+
+    def _refuse(self, uid: int, text: str, kind: ErrorKind, param: str | None = None) -> None:
+        self._reply(uid, NO_TOKEN, FinishReason.ERROR, text, kind, param)
 
     def _flush_replies(self) -> None:
         if self._outbox:
@@ -467,7 +478,7 @@ class Scheduler:
         assert req.finish_reason is None, f"{req} ends twice"
         req.finish_reason = reason
         if self.forecast and req.is_sampled and reason is not FinishReason.ERROR:
-            self.forecast.learn(req.num_ids - req.num_given, req.output_len)
+            self.forecast.learn(req.num_ids - req.num_prompt, req.output_len)
         self.decode_manager.remove_req(req)
         self.finished_reqs.add(req)
         self._release_if_drained(req)
@@ -492,15 +503,26 @@ class Scheduler:
 
     def _abort(self, uid: int) -> None:
         """End `uid` wherever it is; one that is not known yet will be dropped when it arrives."""
-        if pending := self.prefill_manager.abort_req(uid):
-            if pending.chunked_req is not None:
-                self._end_req(pending.chunked_req, FinishReason.ABORT)
-        elif req := self.decode_manager.abort_req(uid) or self._in_flight_req(uid):
-            self._end_req(req, FinishReason.ABORT)
-        elif not any(req.uid == uid for req in self.finished_reqs):
+        if not self._call_off(uid) and not any(req.uid == uid for req in self.finished_reqs):
             self._early_aborts[uid] = None
             if len(self._early_aborts) > MAX_EARLY_ABORTS:
                 self._early_aborts.popitem(last=False)
+
+    def _expire(self, uid: int) -> None:
+        """End `uid` wherever it is, and say why."""
+        if self._call_off(uid):
+            self._refuse(uid, DEADLINE_PASSED, ErrorKind.TIMEOUT)
+
+    def _call_off(self, uid: int) -> bool:
+        """End `uid` if it is queued or runs; its KV is as good as any. Returns whether it was."""
+        if pending := self.prefill_manager.abort_req(uid):
+            if pending.chunked_req is not None:
+                self._end_req(pending.chunked_req, FinishReason.ABORT)
+            return True
+        if req := self.decode_manager.abort_req(uid) or self._in_flight_req(uid):
+            self._end_req(req, FinishReason.ABORT)
+            return True
+        return False
 
     def _in_flight_req(self, uid: int) -> Req | None:
         """A request whose last token is being computed: in no set, but not ended."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from minisgl.core import Batch, Req, SamplingParams
+from minisgl.core import Batch, Req, SamplingParams, Spans
 
 if TYPE_CHECKING:
     from minisgl.core import PositionLogprobs
@@ -24,6 +23,7 @@ class PendingReq:
 
     One that was preempted has the `num_generated` tokens of its answer so far behind its prompt.
     num_cached_tokens: how many were in the prefix cache when it was admitted for the first time.
+    num_overtaken: how many that came later have started before it.
     """
 
     uid: int
@@ -35,6 +35,8 @@ class PendingReq:
     num_preemptions: int = 0
     num_cached_tokens: int | None = None
     prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+    priority: int = 0
+    num_overtaken: int = 0
 
     @property
     def input_len(self) -> int:
@@ -79,6 +81,11 @@ def to_device(array: np.ndarray[Any, Any], table: Ints) -> Ints:
     return torch.from_numpy(array).pin_memory().to(table.device, non_blocking=True)
 
 
+def index_on_device(index: tuple[Ints, Ints], table: Ints) -> tuple[Ints, Ints]:
+    """Rows and columns where `table` is."""
+    return to_device(index[0], table), to_device(index[1], table)
+
+
 def clamped(tokens: torch.Tensor | Ints) -> Any:
     """What to write for sampled tokens, 0 for a row without one, which has -1."""
     if isinstance(tokens, torch.Tensor) and not tokens.is_cpu:
@@ -99,38 +106,38 @@ ForwardData = tuple[ForwardInput, "ForwardOutputProtocol"]
 
 
 def token_index(
-    rows: Sequence[int], starts: Sequence[int], lens: Sequence[int]
+    rows: Ints, starts: Ints, ends: Ints, num_tokens: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Rows and columns, int64 `(tokens,)`, of `lens[i]` cells from `(rows[i], starts[i])` on.
+    """Rows and columns, int64 `(num_tokens,)`, of cells `[starts[i], ends[i])` of `rows[i]`.
 
-    No length is 0.
+    Where there are as many cells as rows each row has one.
     """
-    row, column = np.array(rows, dtype=np.int64), np.array(starts, dtype=np.int64)
-    if max(lens, default=1) == 1:
-        return row, column
-    counts = np.array(lens, dtype=np.int64)
-    row = np.repeat(row, counts)
-    return row, np.repeat(column - (np.cumsum(counts) - counts), counts) + np.arange(len(row))
+    if num_tokens == len(rows):
+        return rows, starts
+    counts = ends - starts
+    rows = np.repeat(rows, counts)
+    return rows, np.repeat(starts - (np.cumsum(counts) - counts), counts) + np.arange(num_tokens)
 
 
-def make_positions(batch: Batch, table: Ints) -> tuple[Ints, tuple[Ints, Ints]]:
-    """Positions int32 `(tokens,)` of what the batch computes, and their index in a table."""
-    reqs = batch.padded_reqs
-    rows, columns = token_index(
-        [req.table_idx for req in reqs],
-        [req.cached_len for req in reqs],
-        [req.extend_len for req in reqs],
-    )
-    index = (to_device(rows, table), to_device(columns, table))
-    return to_device(columns.astype(np.int32), table), index
+def count_tokens(batch: Batch) -> tuple[int, int]:
+    """How many tokens a batch is about to compute, and how many of them are of prompts."""
+    lens = [req.extend_len for req in batch.reqs]
+    num_prompt = sum(n for req, n in zip(batch.reqs, lens) if req.is_prefilling)
+    return sum(lens), num_prompt
 
 
-def make_write_tuple(reqs: list[Req], table: Ints) -> tuple[Ints, Ints]:
+def make_positions(spans: Spans, table: Ints) -> tuple[Ints, tuple[Ints, Ints]]:
+    """Positions int32 `(tokens,)` of what a batch computes, and their index in a table."""
+    index = token_index(*spans)
+    positions = to_device(index[1].astype(np.int32), table)
+    return positions, index_on_device(index, table)
+
+
+def make_write_tuple(reqs: list[Req], spans: Spans, table: Ints) -> tuple[Ints, Ints]:
     """Where each request's next token goes in the token pool.
 
     A token that nobody will read goes to the last column: a prompt leaves room for at least one
     token, so no position that is ever computed lies there.
     """
-    rows = np.array([req.table_idx for req in reqs], dtype=np.int64)
     columns = np.array([req.device_len if req.can_decode else -1 for req in reqs], dtype=np.int64)
-    return to_device(rows, table), to_device(columns, table)
+    return index_on_device((spans.rows[: len(reqs)], columns), table)

@@ -31,5 +31,9 @@ class OrderedSet(MutableSet[T]):
         """Remove `value` if it is there."""
         self._items.pop(value, None)
 
+    def update(self, values: Iterable[T]) -> None:
+        """Add all of `values`."""
+        self._items.update(dict.fromkeys(values))
+
     def __repr__(self) -> str:
         return f"OrderedSet({list(self._items)!r})"

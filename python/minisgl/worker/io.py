@@ -6,6 +6,7 @@ publishes one list a turn, also an empty one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from minisgl.message import (
@@ -17,6 +18,7 @@ from minisgl.message import (
     FromWire,
     to_wire,
 )
+from minisgl.scheduler import Deadlines
 from minisgl.scheduler.gate import ConstraintGate
 from minisgl.utils import ZmqPubQueue, ZmqPullQueue, ZmqPushQueue, ZmqSubQueue
 from minisgl.utils.process import Addresses
@@ -34,6 +36,7 @@ class PrimaryIO:
     def __init__(self, addresses: Addresses, num_tokenizers: int, num_ranks: int) -> None:
         self.before_receive: Callable[[bool], None] | None = None
         self.gate: ConstraintGate | None = None
+        self._deadlines = Deadlines(time.time)
         self._inbox: ZmqPullQueue[BaseBackendMsg] = ZmqPullQueue(
             addresses.scheduler, True, FromWire(BaseBackendMsg)
         )
@@ -54,6 +57,7 @@ class PrimaryIO:
         if blocking and self.gate is not None and self.gate.is_holding:
             wait = HELD_SECONDS
         messages = self._inbox.get_all(wait)
+        messages = self._deadlines.expire(messages)
         if self.gate is not None:
             messages = self.gate.pass_on(messages)
         if self._ranks is not None:
@@ -62,6 +66,7 @@ class PrimaryIO:
 
     def send(self, replies: Sequence[DetokenizeMsg]) -> None:
         """Hand the replies of one step to the tokenizers, one message for each."""
+        self._deadlines.forget(replies)
         num = len(self._tokenizers)
         for index, tokenizer in enumerate(self._tokenizers):
             part = list(replies) if num == 1 else [r for r in replies if r.uid % num == index]
