@@ -22,7 +22,7 @@ from minisgl.params import ConfigError
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:
-    config = ServerArgs("a-model")
+    config = ServerArgs("a-model", admission="conservative", mixed_chunk=0)
     expected = {
         "model_path": "a-model",
         "device": "auto",
@@ -51,11 +51,17 @@ def test_the_defaults_are_those_of_the_contract() -> None:
         "server_port": 1919,
     }
     assert {name: getattr(config, name) for name in expected} == expected
+    assert SchedulerConfig("a-model").admission == "conservative"
+    assert SchedulerConfig("a-model").mixed_chunk == 0
     assert config.tp_info == DistributedInfo(0, 1)
 
 
 def test_each_config_extends_the_one_before_it() -> None:
     assert ServerArgs.__mro__[1:3] == (SchedulerConfig, EngineConfig)
+
+
+def test_a_server_admits_and_batches_for_clients_that_send_no_max_tokens() -> None:
+    assert (ServerArgs("m").admission, ServerArgs("m").mixed_chunk) == ("optimistic", 256)
 
 
 @pytest.mark.parametrize("config", [EngineConfig("m"), SchedulerConfig("m"), ServerArgs("m")])
@@ -107,7 +113,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
 )
 def test_what_cannot_work_is_refused_and_the_flag_named(name: str, flag: str, value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
-        ServerArgs(**{"model_path": "m", name: value})
+        ServerArgs(**{"model_path": "m", "admission": "peak", name: value})
     message = str(caught.value)
     assert name in message and flag in message and len(message) < 250
 

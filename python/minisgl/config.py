@@ -301,9 +301,12 @@ class ServerArgs(SchedulerConfig):
     `insecure_bind`. allowed_hosts: names besides localhost and addresses that a Host header may
     have, "*" for any. cors_origins: web pages that may call, such as "https://example.org".
     max_concurrent_requests: more are answered 429 at once. drain_seconds: after a SIGTERM, how long
-    what runs may still take.
+    what runs may still take. Clients that say no `max_tokens` would each reserve the whole context,
+    hence optimistic admission; and nobody's answer shall pause for another's prompt.
     """
 
+    admission: str = "optimistic"
+    mixed_chunk: int = 256
     server_host: str = "127.0.0.1"
     server_port: int = 1919
     num_tokenizer: int = 1

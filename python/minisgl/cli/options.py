@@ -105,10 +105,10 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
         "--admission",
         str,
         "POLICY",
-        "a request starts if all fit at once at their longest (conservative, the default), or at "
-        "every later step (peak, which lets more run), or most likely, by the lengths of the "
-        "latest answers (optimistic: most run; when memory runs short the newest waits and goes on "
-        "later, with the same answer)",
+        "a request starts if all fit at once at their longest (conservative, the default of all "
+        "but serve), or at every later step (peak, which lets more run), or most likely, by the "
+        "lengths of the latest answers (optimistic, the default of serve: most run; when memory "
+        "runs short the newest waits and goes on later, with the same answer)",
     ),
     (
         "admission_share",
@@ -147,7 +147,7 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
         int,
         "N",
         "a new prompt rides in the steps of running answers, N tokens in each (256 is a good "
-        "choice), so that nobody pauses; 0: prompts first (default 0)",
+        "choice), so that nobody pauses; 0: prompts first (default 0; of serve 256)",
     ),
     (
         "max_prefill_streak",
