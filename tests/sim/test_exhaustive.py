@@ -166,7 +166,8 @@ def play_all_tiny(config: WorldConfig, depth: int) -> None:
                 num_preempted += play_tiny(config, history)
             except Exception as error:
                 raise AssertionError(f"{history} in {config}") from error
-    assert (num_preempted > 0) == (config.admission == "optimistic")
+    if not config.mixed_chunk:  # else three steps of delay are room enough for these answers
+        assert (num_preempted > 0) == (config.admission == "optimistic")
 
 
 @pytest.mark.slow
