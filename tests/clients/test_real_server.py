@@ -8,24 +8,16 @@ import re
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.server.harness import Server, running
+from tests.server.harness import Server
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
-PARTS = {"engine": "minisgl.engine:Engine", "app": "minisgl.server.app:create_app"}
 QUESTION = "What is the capital of France? Answer in one sentence."
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    with running(folder, default_model_path, dtype="auto", **PARTS) as made:
-        yield made
 
 
 @pytest.fixture
