@@ -64,6 +64,11 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
+def _resident(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) << 10
+
+
 class Server:
     """A server process. tmp: for its log. `sockets` is its TMPDIR, short as a socket's path is."""
 
@@ -149,6 +154,42 @@ class Server:
 
         found: dict[str, Any] = wait_until(idle, seconds, "nothing runs")
         return found
+
+    def metrics(self) -> dict[str, float]:
+        """What /metrics of the real app tells, by name and labels."""
+        connection = http.client.HTTPConnection(*self.address, timeout=30)
+        connection.request("GET", "/metrics", headers={"connection": "close"})
+        text = connection.getresponse().read().decode()
+        connection.close()
+        lines = [line.rpartition(" ") for line in text.splitlines() if line and line[0] != "#"]
+        return {name: float(value) for name, _, value in lines}
+
+    def left(self, num_pages: int) -> dict[str, float]:
+        """What the processes of the real app still hold, by metric; pages that are missing too."""
+        found = self.metrics()
+        kept = {name: found[name] for name in found if name.startswith("minisgl_held_requests")}
+        assert len(kept) >= 3, kept
+        free, cached, owned = (
+            found[f'minisgl_kv_pages{{state="{state}"}}'] for state in ("free", "cached", "owned")
+        )
+        kept |= {"owned": owned, "missing": num_pages - free - cached - owned}
+        return {name: num for name, num in kept.items() if num}
+
+    def wait_empty(self, num_pages: int, seconds: float = 10.0) -> None:
+        """Until no process of the real app holds anything, and all pages are free or cached."""
+        with suppress(AssertionError):
+            wait_until(lambda: not self.left(num_pages), seconds, "all is given back")
+        assert self.left(num_pages) == {}
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes of each process."""
+        pids = {"api": self.process.pid, **self.children()}
+        return {name: _resident(pid) for name, pid in pids.items()}
+
+    def open_files(self) -> dict[str, int]:
+        """Open file descriptors of each process."""
+        pids = {"api": self.process.pid, **self.children()}
+        return {name: len(list(Path(f"/proc/{pid}/fd").iterdir())) for name, pid in pids.items()}
 
     def kill_all(self) -> None:
         """The quick end of a test, in no order at all."""

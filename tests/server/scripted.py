@@ -52,6 +52,9 @@ class ScriptedFrontend:
     def health(self) -> Health:
         return Health(self.state, {}, 0)
 
+    def held(self) -> dict[str, int]:
+        return {"api": len(self.submitted)}
+
     async def generate(self, msg: TokenizeMsg) -> AsyncIterator[UserReply]:
         self.submitted.append(msg)
         is_over = False

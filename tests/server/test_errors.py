@@ -245,6 +245,7 @@ def test_metrics_tell_of_the_engine_and_of_the_requests() -> None:
         "minisgl_running_requests 2.0",
         "minisgl_waiting_requests 1.0",
         'minisgl_kv_pages{state="free"} 7.0',
+        'minisgl_held_requests{process="api"} 1.0',
         "minisgl_aborts_total 5.0",
         "minisgl_preemptions_total 0.0",
         'minisgl_http_requests_total{status="200"} 1.0',

@@ -23,7 +23,14 @@ from .frontend import (
     ErrorReply,
     UserReply,
 )
-from .status import EngineReady, EngineStats, LoadProgress, StartFailed, TokenizerReady
+from .status import (
+    EngineReady,
+    EngineStats,
+    LoadProgress,
+    StartFailed,
+    TokenizerReady,
+    TokenizerStats,
+)
 from .tokenizer import (
     AbortMsg,
     BaseTokenizerMsg,
@@ -60,6 +67,7 @@ __all__ = [
     "StartFailed",
     "TokenizeMsg",
     "TokenizerReady",
+    "TokenizerStats",
     "UserMsg",
     "UserReply",
     "VocabularyMsg",

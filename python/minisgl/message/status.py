@@ -51,9 +51,21 @@ class EngineReady(BaseFrontendMsg):
 
 
 @dataclass(eq=False)
-class EngineStats(BaseFrontendMsg):
-    """Where the scheduler is: requests and pages now, and totals since it started."""
+class TokenizerStats(BaseFrontendMsg):
+    """Tokenizer process `index` keeps the state of `held` requests."""
 
+    index: int
+    held: int
+
+
+@dataclass(eq=False)
+class EngineStats(BaseFrontendMsg):
+    """Where the scheduler is: requests and pages now, and totals since it started.
+
+    held: requests that it keeps anything for, whatever it is: 0 as soon as nothing is left to do.
+    """
+
+    held: int = 0
     running: int = 0
     waiting: int = 0
     free_pages: int = 0

@@ -26,7 +26,7 @@ from .routes import chat, completions, operations, responses, tokens
 def create_app(frontend: Frontend, args: ServerArgs) -> FastAPI:
     """The app that answers with what `frontend` generates; it can be served before it is ready."""
     app = FastAPI(title="minisgl", version=__version__, docs_url=None, redoc_url=None)
-    metrics = Metrics(lambda: frontend.stats)
+    metrics = Metrics(lambda: frontend.stats, frontend.held)
     app.state.server = Server(frontend, args, metrics)
     for module in (chat, completions, responses, tokens, operations):
         app.include_router(module.router)

@@ -31,6 +31,7 @@ from minisgl.message import (
     StartFailed,
     TokenizeMsg,
     TokenizerReady,
+    TokenizerStats,
     UserReply,
     to_wire,
 )
@@ -133,6 +134,7 @@ class Frontend:
         self._engine: EngineReady | None = None
         self._tokenizer: TokenizerReady | None = None
         self._num_tokenizers_ready = 0
+        self._held_by_tokenizers: dict[int, int] = {}
         self._state = State.STARTING
         self._reason: str | None = None
         self._uids = itertools.count(1)
@@ -215,6 +217,12 @@ class Frontend:
     def health(self) -> Health:
         """The state of everything, at no cost worth counting."""
         return Health(self._state, self.processes, len(self._streams), self._reason)
+
+    def held(self) -> dict[str, int]:
+        """By process, how many requests it keeps anything for: all 0 when nothing is left to do."""
+        tokenizers = {f"tokenizer {i}": num for i, num in self._held_by_tokenizers.items()}
+        own = len(self._streams) + len(self._calls)
+        return {"api": own, **tokenizers, "scheduler": self.stats.held}
 
     # For the supervisor
 
@@ -317,6 +325,8 @@ class Frontend:
                 call.set_result(msg)
         elif isinstance(msg, EngineStats):
             self.stats = msg
+        elif isinstance(msg, TokenizerStats):
+            self._held_by_tokenizers[msg.index] = msg.held
         else:
             self._take_status(msg)
 

@@ -30,11 +30,14 @@ _COUNTERS = {  # field of EngineStats: metric, what it counts
 
 
 class Metrics:
-    """All metrics of one server. stats: gives the latest state of the engine."""
+    """All metrics of one server.
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    stats: gives the latest state of the engine; held: by process, the requests it has state of.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats], held: Callable[[], dict[str, int]]):
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(stats))
+        self.registry.register(_StateCollector(stats, held))
         self.http_requests = Counter(
             "minisgl_http_requests",
             "HTTP requests by status",
@@ -59,9 +62,10 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+class _StateCollector(Collector):
+    def __init__(self, stats: Callable[[], EngineStats], held: Callable[[], dict[str, int]]):
         self._stats = stats
+        self._held = held
 
     def describe(self) -> list[Metric]:
         return []
@@ -75,5 +79,11 @@ class _EngineCollector(Collector):
         pages.add_metric(["cached"], stats.cached_pages)
         pages.add_metric(["owned"], stats.owned_pages)
         yield pages
+        held = GaugeMetricFamily(
+            "minisgl_held_requests", "requests that a process has state of", labels=["process"]
+        )
+        for process, num in self._held().items():
+            held.add_metric([process], num)
+        yield held
         for field, (name, text) in _COUNTERS.items():
             yield CounterMetricFamily(name, text, getattr(stats, field))

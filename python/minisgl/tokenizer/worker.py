@@ -9,6 +9,7 @@ leaves. May import `params`, `message` and `utils`.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from minisgl.message import (
     StartFailed,
     TokenizeMsg,
     TokenizerReady,
+    TokenizerStats,
     UserMsg,
     UserReply,
     VocabularyMsg,
@@ -52,6 +54,8 @@ from .stop import StopStringFilter
 from .tokenize import TokenizeManager
 
 logger = init_logger(__name__)
+
+STATS_SECONDS = 0.5
 
 
 class _Answer:
@@ -242,8 +246,14 @@ def main() -> int:
         )
     )
     worker = TokenizerWorker(tokenizer)
+    told, told_at = -1, 0.0
     while True:
-        backend, frontend = worker.process(inbox.get_all(None))
+        held = len(worker.answers)
+        is_due = held != told and (not held or time.monotonic() - told_at >= STATS_SECONDS)
+        if is_due and to_frontend.try_put(TokenizerStats(index, held)):
+            told, told_at = held, time.monotonic()
+        messages = inbox.get_all(None if held == told else STATS_SECONDS)
+        backend, frontend = worker.process(messages)
         if backend:
             to_scheduler.put(BatchBackendMsg(backend))
         if frontend:

@@ -83,6 +83,7 @@ class ServedScheduler(Scheduler):
         stats, cache = self.stats, self.cache_manager
         sizes = cache.prefix_cache.size_info
         table = self.table_manager
+        stats.held = len(self.finished_reqs) + len(self._num_in_flight) + self._is_compiling()
         stats.running = table.max_running_reqs - table.available_size
         stats.waiting = len(self.prefill_manager.pending_list)
         stats.free_pages = cache.num_free_pages
@@ -90,3 +91,8 @@ class ServedScheduler(Scheduler):
         stats.evictable_pages = sizes.evictable_size // cache.page_size
         stats.owned_pages = cache.num_owned_pages
         stats.num_preemptions = self.preemptor.num_preemptions if self.preemptor else 0
+        stats.held += stats.running + stats.waiting
+
+    def _is_compiling(self) -> bool:
+        gate = self.io.gate if isinstance(self.io, PrimaryIO) else None
+        return gate is not None and gate.is_holding
