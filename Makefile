@@ -8,6 +8,7 @@ VENV   ?= .venv
 TORCH_INDEX ?=
 PYTEST_ARGS ?=
 SECONDS     ?= 60
+REQUESTS    ?= 20000
 
 BIN     := $(VENV)/bin
 PY      := $(BIN)/python
@@ -38,7 +39,8 @@ endef
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo chat test test-all test-native test-asan test-neon native-digests check format fuzz bench model install clean
+.PHONY: help demo chat test test-all test-native test-asan test-neon native-digests check format fuzz soak bench model \
+    install clean
 
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -117,6 +119,9 @@ format: $(DEV) ## rewrite the code in the one format
 
 fuzz: $(TEST) ## random steps of the simulated engine: make fuzz SECONDS=600
 	$(PY) -m tests.sim.fuzz --seconds $(SECONDS)
+
+soak: $(TEST) ## many requests of every kind at a tiny model's server: make soak REQUESTS=100000
+	$(PY) -m tests.server.soak --requests $(REQUESTS)
 
 bench: $(CORE) ## run the programs of benchmark/, one after the other
 	@for script in benchmark/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done

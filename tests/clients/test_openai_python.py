@@ -143,9 +143,7 @@ def test_a_tool_is_called_when_it_must_be_and_its_result_is_taken(client: openai
 
 def test_a_prompt_comes_back_with_its_logprobs(client: openai.OpenAI) -> None:
     prompt = "The capital of France is"
-    answer = client.completions.create(
-        prompt=prompt, max_tokens=3, echo=True, logprobs=2, **GREEDY
-    )
+    answer = client.completions.create(prompt=prompt, max_tokens=3, echo=True, logprobs=2, **GREEDY)
     choice = answer.choices[0]
     assert choice.logprobs and choice.logprobs.tokens and choice.logprobs.token_logprobs
     assert choice.text.startswith(f"{prompt} Paris")
