@@ -125,7 +125,7 @@ class ChatRequest(Sampling):
 
 CHAT_DECODER = msgspec.json.Decoder(ChatRequest)
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
@@ -140,7 +140,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 def check_chat(request: ChatRequest) -> None:
     """Everything about a chat request that does not depend on the model; raises `ApiError`."""
-    refuse(request, _NEUTRAL)
+    refuse(request, NEUTRAL)
     if (request.messages is None) == (request.prompt is None):
         raise bad_request("give messages, or a raw prompt", "messages")
     if request.top_logprobs is not None and not request.logprobs:

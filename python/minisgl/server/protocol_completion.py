@@ -49,6 +49,8 @@ class DetokenizeRequest(Strict):
     model: str | None = None
 
 
+NEUTRAL = {"best_of": (1,), "suffix": ("",)}
+
 COMPLETION_DECODER = msgspec.json.Decoder(CompletionRequest)
 GENERATE_DECODER = msgspec.json.Decoder(GenerateRequest)
 TOKENIZE_DECODER = msgspec.json.Decoder(TokenizeRequest)
@@ -57,7 +59,7 @@ DETOKENIZE_DECODER = msgspec.json.Decoder(DetokenizeRequest)
 
 def check_completion(request: CompletionRequest) -> None:
     """Everything about a completion but its prompts; raises `ApiError`."""
-    refuse(request, {"best_of": (1, request.n), "suffix": ("",)})
+    refuse(request, {**NEUTRAL, "best_of": (1, request.n)})
     check_logprobs(request.logprobs, "logprobs")
 
 

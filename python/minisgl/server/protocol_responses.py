@@ -109,7 +109,7 @@ _MESSAGE = re.compile(r"messages\[\d+\]\S*|messages")
 
 RESPONSES_DECODER = msgspec.json.Decoder(ResponsesRequest)
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "context_management": (),
     "conversation": (),
@@ -132,7 +132,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
             "previous_response_id",
             "unsupported_field",
         )
-    refuse(body, _NEUTRAL)
+    refuse(body, NEUTRAL)
     check_depth(body.metadata, "metadata")  # it is told back
     text = body.text or TextOptions()
     refuse(text, {"verbosity": ("medium",)}, "text.")

@@ -16,13 +16,13 @@ from minisgl.server.chat import Chat, chunk_choice, open_chat, whole_messages
 from minisgl.server.generation import new_id
 from minisgl.server.openapi import described
 from minisgl.server.protocol import wants_usage
-from minisgl.server.protocol_chat import CHAT_DECODER, ChatRequest
+from minisgl.server.protocol_chat import CHAT_DECODER, NEUTRAL, ChatRequest
 from minisgl.server.stream import DONE, EventStream, event, while_connected
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", **described(ChatRequest))
+@router.post("/v1/chat/completions", **described(ChatRequest, NEUTRAL))
 async def chat_completions(request: Request) -> Response:
     """Continue a conversation."""
     body = await read_json(request, CHAT_DECODER)

@@ -23,6 +23,7 @@ from minisgl.server.protocol_chat import check_text
 from minisgl.server.protocol_completion import (
     COMPLETION_DECODER,
     GENERATE_DECODER,
+    NEUTRAL,
     CompletionRequest,
     GenerateRequest,
     Prompt,
@@ -39,7 +40,7 @@ router = APIRouter()
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 
 
-@router.post("/v1/completions", **described(CompletionRequest))
+@router.post("/v1/completions", **described(CompletionRequest, NEUTRAL))
 async def completions(request: Request) -> Response:
     """Continue one prompt or several."""
     body = await read_json(request, COMPLETION_DECODER)

@@ -18,6 +18,7 @@ from minisgl.server.errors import ApiError
 from minisgl.server.generation import new_id
 from minisgl.server.openapi import described
 from minisgl.server.protocol_responses import (
+    NEUTRAL,
     RESPONSES_DECODER,
     ResponsesRequest,
     chat_request,
@@ -30,7 +31,7 @@ router = APIRouter()
 Event = dict[str, Any]
 
 
-@router.post("/v1/responses", **described(ResponsesRequest))
+@router.post("/v1/responses", **described(ResponsesRequest, NEUTRAL))
 async def responses(request: Request) -> Response:
     """Continue a conversation given as items."""
     body = await read_json(request, RESPONSES_DECODER)
