@@ -218,8 +218,6 @@ class SchedulerConfig(EngineConfig):
     max_overtaken: int = 32
     max_queued: int = 0
     offline_mode: bool = False
-    zmq_backend_addr: str = ""
-    zmq_detokenizer_addr: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -310,7 +308,6 @@ class ServerArgs(SchedulerConfig):
     server_host: str = "127.0.0.1"
     server_port: int = 1919
     num_tokenizer: int = 1
-    silent_output: bool = False
     served_model_name: str | None = None
     api_key: str | None = field(default=None, repr=False)
     allowed_hosts: tuple[str, ...] = ()

@@ -18,7 +18,6 @@ from minisgl.server.tool_calls import (
     ToolCallParser,
     ToolFormat,
     new_call_id,
-    template_messages,
     tool_format_of,
 )
 
@@ -253,18 +252,3 @@ def test_the_format_is_the_one_that_the_template_teaches(
     template: str | None, style: ToolFormat
 ) -> None:
     assert tool_format_of(template) is style
-
-
-def test_arguments_of_earlier_calls_become_objects_for_the_template() -> None:
-    def message(arguments: Any) -> dict[str, Any]:
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
-
-    given_messages = [message('{"a": 1}'), message(""), message("{bad"), message("[1]")]
-    expected = [message({"a": 1}), message({}), message("{bad"), message("[1]")]
-    before = json.dumps(given_messages)
-    assert template_messages(given_messages) == expected
-    assert template_messages([{"role": "user", "content": "x"}]) == [
-        {"role": "user", "content": "x"}
-    ]
-    assert json.dumps(given_messages) == before

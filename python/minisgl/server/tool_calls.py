@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ TOOL_FORMATS = {style.name: style for style in (HERMES, LLAMA3, MISTRAL)}
 
 def tool_format_of(template: str | None) -> ToolFormat:
     """The format that a chat template teaches; Hermes', the most common, if it shows none."""
-    for style in (HERMES, LLAMA3, MISTRAL):
+    for style in TOOL_FORMATS.values():
         if template is not None and style.opening in template:
             return style
     return HERMES
@@ -315,31 +315,3 @@ class ToolCallParser:
 def _is_text(value: Any) -> bool:
     """Whether a value from JSON is a text of whole characters: escapes can spell half ones."""
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
-
-
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation as chat templates want it: arguments of calls as objects, not as JSON texts.
-
-    OpenAI's clients send texts, which most templates would quote a second time. What is no JSON
-    object stays as it is.
-    """
-    return [
-        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
-        if isinstance(message.get("tool_calls"), list)
-        else dict(message)
-        for message in messages
-    ]
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if function is None or not isinstance(arguments, str):
-        return call
-    try:
-        parsed = json.loads(arguments) if arguments.strip() else {}
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(parsed, dict):
-        return call
-    return {**call, "function": {**function, "arguments": parsed}}
