@@ -1,4 +1,4 @@
-"""The answer of one request while it grows: tokens in, text out, stop strings held back."""
+"""The answer of one request as `LLM` tells it: event by event, and as a whole at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from minisgl.message import DetokenizeMsg
 from minisgl.params import FinishReason, PositionLogprobs, SamplingParams
-from minisgl.tokenizer import IncrementalDecoder, StopStringFilter, TokenBytes, Tokenizer
+from minisgl.tokenizer import GrowingAnswer, TokenBytes, Tokenizer
 
 
 @dataclass(slots=True)
@@ -27,62 +27,41 @@ class StreamEvent:
 
 
 class Answer:
-    """Collects one request's tokens. The pieces of text join to what `Tokenizer.decode` gives."""
+    """Collects one request's pieces. token_bytes: of the tokenizer."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, params: SamplingParams, token_bytes: TokenBytes
+    ) -> None:
         self.index = index
-        self._params = params
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
+        self._params = params
+        self._growing = GrowingAnswer(
+            index, tokenizer, params.stop, token_bytes, holds_tokens=False
+        )
         self._pieces: list[str] = []
-        self._decoder = IncrementalDecoder(tokenizer)
-        self._filter = StopStringFilter(list(params.stop)) if params.stop else None
-        self._bytes = TokenBytes(tokenizer)
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
 
-    def take(self, reply: DetokenizeMsg) -> StreamEvent | None:
-        """Take in one reply; the event to pass on, None if no text came out and it goes on."""
-        new_ids: list[int] = []
-        logprobs: list[PositionLogprobs] = []
-        text = ""
-        is_dropped = reply.finish_reason in (FinishReason.STOP, FinishReason.ERROR)
-        if not is_dropped:
-            new_ids.append(reply.next_token)
-            text = self._decoder.push(reply.next_token)
-            if reply.logprobs is not None:
-                logprobs = [self._bytes.named(reply.logprobs)]
-        prompt_logprobs = [self._bytes.named(one) for one in reply.prompt_logprobs]
-        if reply.finished:
-            text += self._decoder.flush()
-        self.finish_reason, self.error = reply.finish_reason, reply.error
-        text = self._cut_at_stop(text, reply.finished)
-        self.token_ids += new_ids
-        self._pieces.append(text)
-        self._logprobs += logprobs
-        self._prompt_logprobs += prompt_logprobs
-        if not (text or new_ids or reply.finished):
-            return None
+    def take(self, msg: DetokenizeMsg) -> StreamEvent:
+        """Take in one token, or the end; the event to pass on."""
+        reply = self._growing.take(msg)
+        assert reply is not None  # it holds nothing
+        self.finish_reason, self.error = reply.finish_reason, msg.error
+        self._pieces.append(reply.incremental_output)
+        self.token_ids += reply.token_ids
+        self._logprobs += reply.logprobs
+        self._prompt_logprobs += reply.prompt_logprobs
         return StreamEvent(
             self.index,
-            new_ids,
-            text,
-            self.finish_reason,
-            self.error,
-            logprobs,
-            prompt_logprobs,
+            reply.token_ids,
+            reply.incremental_output,
+            reply.finish_reason,
+            msg.error,
+            reply.logprobs,
+            reply.prompt_logprobs,
         )
-
-    def _cut_at_stop(self, text: str, is_last: bool) -> str:
-        if self._filter is None:
-            return text
-        text = self._filter.push(text)
-        if self._filter.stopped:
-            self.finish_reason = FinishReason.STOP
-        elif is_last:
-            text += self._filter.flush()
-        return text
 
     def result(self) -> dict[str, Any]:
         """The whole answer as `LLM.generate` returns it."""

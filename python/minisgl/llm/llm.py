@@ -59,6 +59,7 @@ class LLM(Scheduler):
         config = dataclasses.replace(config, model_path=str(model.path), revision=None)
         load_model_config(model.path)  # opens the model's file, once for the next two
         self.tokenizer = load_tokenizer(model.path)
+        self._token_bytes = TokenBytes(self.tokenizer)
         self.default_sampling_params = SamplingParams()
         if config.sampling_defaults == "model":
             self.default_sampling_params = SamplingParams(**sampling_defaults(model.path))
@@ -76,7 +77,7 @@ class LLM(Scheduler):
         )
 
     def _vocabulary(self) -> tuple[Any, Any, Any]:
-        return self.tokenizer, TokenBytes(self.tokenizer), self._eos_token_ids
+        return self.tokenizer, self._token_bytes, self._eos_token_ids
 
     def generate(
         self,
@@ -118,7 +119,10 @@ class LLM(Scheduler):
         with self._call_lock:
             self._check_free()
             self.reset()
-            answers = [Answer(msg.uid, self.tokenizer, msg.sampling_params) for msg in msgs]
+            answers = [
+                Answer(msg.uid, self.tokenizer, msg.sampling_params, self._token_bytes)
+                for msg in msgs
+            ]
             self._answers = {answer.index: answer for answer in answers}
             self._inbox = list(msgs)
             self._events.clear()
@@ -255,8 +259,7 @@ class LLM(Scheduler):
             answer = self._answers.get(reply.uid)
             if answer is None or answer.finish_reason is not None:
                 continue
-            if event := answer.take(reply):
-                self._events.append(event)
+            self._events.append(answer.take(reply))
             if answer.finish_reason is FinishReason.STOP and not reply.finished:
                 self._inbox.append(AbortBackendMsg(reply.uid))
 

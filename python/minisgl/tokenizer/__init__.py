@@ -7,6 +7,7 @@ first use: plain prompts need no jinja2.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .answer import GrowingAnswer
 from .detokenize import DetokenizeManager, IncrementalDecoder, TokenBytes, find_printable_text
 from .generation import GENERATION_FILE, sampling_defaults
 from .load import load_tokenizer
@@ -22,6 +23,7 @@ __all__ = [
     "ChatTemplate",
     "DetokenizeManager",
     "Encoding",
+    "GrowingAnswer",
     "IncrementalDecoder",
     "StopStringFilter",
     "TokenBytes",

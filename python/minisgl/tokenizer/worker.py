@@ -2,15 +2,15 @@
 
 `python -m minisgl.tokenizer.worker` is started by the server. Everything that waits is taken in at
 once and leaves as one batch in each direction. Invariant: it holds state for a request from its
-submit to its end, and forgets it then, whichever way it ends; nothing that a stop string hides
-leaves. May import `params`, `message` and `utils`.
+submit to its end, and forgets it then, whichever way it ends. May import `params`, `message` and
+`utils`.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from minisgl.message import (
@@ -34,77 +34,22 @@ from minisgl.message import (
     TokenizerReady,
     TokenizerStats,
     UserMsg,
-    UserReply,
     VocabularyMsg,
     to_wire,
 )
-from minisgl.params import (
-    ErrorKind,
-    FinishReason,
-    InvalidRequestError,
-    MinisglError,
-)
+from minisgl.params import ErrorKind, InvalidRequestError, MinisglError
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue, init_logger
 from minisgl.utils.process import Addresses, end_with_parent, read_task
 
-from .detokenize import IncrementalDecoder, TokenBytes
+from .answer import GrowingAnswer
+from .detokenize import TokenBytes
 from .generation import sampling_defaults
 from .load import load_tokenizer
-from .stop import StopStringFilter
 from .tokenize import TokenizeManager
 
 logger = init_logger(__name__)
 
 STATS_SECONDS = 0.5
-
-
-class _Answer:
-    """One request's answer while it grows. Tokens leave with the text that they complete."""
-
-    __slots__ = ("_decoder", "_filter", "_held", "_num_cached", "_num_prompt", "uid")
-
-    def __init__(self, uid: int, tokenizer: Any, stops: Sequence[str]) -> None:
-        self.uid = uid
-        self._decoder = IncrementalDecoder(tokenizer)
-        self._filter = StopStringFilter(stops) if stops else None
-        self._num_prompt = self._num_cached = 0
-        self._held: UserReply | None = None
-
-    def take(self, msg: DetokenizeMsg) -> UserReply | None:
-        """Add one token; the reply to send, None if its text is not certain yet."""
-        if msg.num_prompt_tokens and not self._num_prompt:
-            self._num_prompt, self._num_cached = msg.num_prompt_tokens, msg.num_cached_tokens
-        reply, self._held = self._held or self._new_reply(), None
-        reply.prompt_logprobs += msg.prompt_logprobs
-        text = ""
-        if msg.finish_reason is not FinishReason.STOP:
-            reply.token_ids.append(msg.next_token)
-            if msg.logprobs is not None:
-                reply.logprobs.append(msg.logprobs)
-            text = self._decoder.push(msg.next_token)
-        if msg.finished:
-            text += self._decoder.flush()
-            reply.finished, reply.finish_reason = True, msg.finish_reason
-        if self._filter is not None:
-            text = self._filter.push(text)
-            if self._filter.stopped:
-                reply.finished, reply.finish_reason = True, FinishReason.STOP
-            elif msg.finished:
-                text += self._filter.flush()
-        reply.incremental_output += text
-        if text or msg.finished or reply.finished:
-            return reply
-        self._held = reply
-        return None
-
-    def _new_reply(self) -> UserReply:
-        return UserReply(
-            self.uid,
-            "",
-            False,
-            num_prompt_tokens=self._num_prompt,
-            num_cached_tokens=self._num_cached,
-        )
 
 
 class TokenizerWorker:
@@ -115,7 +60,7 @@ class TokenizerWorker:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.answers: dict[int, _Answer] = {}
+        self.answers: dict[int, GrowingAnswer] = {}
         self._manager = TokenizeManager(tokenizer)
         self._bytes = TokenBytes(tokenizer)
         self._to_scheduler: list[BaseBackendMsg] = []
@@ -154,7 +99,9 @@ class TokenizerWorker:
         if isinstance(ids, InvalidRequestError):
             self._refuse(msg.uid, ids)
             return
-        self.answers[msg.uid] = _Answer(msg.uid, self.tokenizer, msg.sampling_params.stop)
+        self.answers[msg.uid] = GrowingAnswer(
+            msg.uid, self.tokenizer, msg.sampling_params.stop, self._bytes, holds_tokens=True
+        )
         self._to_scheduler.append(
             UserMsg(
                 msg.uid,
@@ -183,18 +130,11 @@ class TokenizerWorker:
         reply = answer.take(msg)
         if reply is None:
             return
-        self._name_logprobs(reply)
         self._to_frontend.append(reply)
         if reply.finished:
             del self.answers[msg.uid]
             if not msg.finished:
                 self._to_scheduler.append(AbortBackendMsg(msg.uid))
-
-    def _name_logprobs(self, reply: UserReply) -> None:
-        """Fill in the bytes of each token that is told of."""
-        named = self._bytes.named
-        reply.logprobs = [named(position) for position in reply.logprobs]
-        reply.prompt_logprobs = [named(position) for position in reply.prompt_logprobs]
 
     def _convert(self, msg: EncodeMsg | DecodeMsg) -> BaseFrontendMsg:
         try:
