@@ -15,9 +15,9 @@ from minisgl.config import ServerArgs
 from minisgl.params import InvalidRequestError
 
 from .edge import Edge
-from .errors import ApiError, error_response, from_invalid, unavailable
-from .frontend import Frontend, Unavailable
-from .generation import Server
+from .errors import ApiError, error_response, from_invalid
+from .frontend import Frontend, RequestFailed
+from .generation import Server, failed
 from .metrics import Metrics
 from .openapi import describe
 from .routes import chat, completions, operations, responses, tokens
@@ -33,7 +33,7 @@ def create_app(frontend: Frontend, args: ServerArgs) -> FastAPI:
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(InvalidRequestError, _on_invalid)
-    app.add_exception_handler(Unavailable, _on_unavailable)
+    app.add_exception_handler(RequestFailed, _on_failed)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_middleware(Edge, args=args, metrics=metrics)
     if args.cors_origins:
@@ -55,8 +55,8 @@ async def _on_invalid(_: Request, error: Any) -> Response:
     return error_response(from_invalid(error))
 
 
-async def _on_unavailable(_: Request, error: Any) -> Response:
-    return error_response(unavailable(str(error)))
+async def _on_failed(request: Request, error: Any) -> Response:
+    return error_response(failed(error, request.state.request_id))
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:

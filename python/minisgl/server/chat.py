@@ -16,18 +16,11 @@ from msgspec import UNSET
 from starlette.requests import Request
 
 from minisgl.message import UserReply
-from minisgl.params import Constraint, FinishReason, InvalidRequestError
+from minisgl.params import Constraint, FinishReason
 
-from .errors import bad_request, from_invalid
+from .errors import bad_request
 from .generation import Generation, server_of
-from .protocol import (
-    MAX_INT32,
-    constraint_of,
-    num_choices,
-    renamed,
-    routing,
-    sampling_params,
-)
+from .protocol import MAX_INT32, constraint_of, num_choices, routing, sampling_params
 from .protocol_chat import (
     ChatRequest,
     NamedTool,
@@ -152,12 +145,9 @@ async def open_chat(request: Request, body: ChatRequest) -> Chat:
     names = {"prompt": "messages" if body.messages is not None else "prompt"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    try:
-        params = sampling_params(
-            body, server.defaults(), MAX_INT32, logprobs=chat_logprobs(body), **forced
-        )
-    except InvalidRequestError as error:
-        raise from_invalid(renamed(error, names)) from None
+    params = sampling_params(
+        body, server.defaults(), MAX_INT32, names, logprobs=chat_logprobs(body), **forced
+    )
     args = body.chat_template_kwargs or {}
     generation = Generation(
         request,

@@ -1,17 +1,18 @@
 """Errors as clients see them: a status, and OpenAI's `{"error": {message, type, param, code}}`.
 
-May import `params`. Invariant: what went wrong inside is told in the log alone; a client gets a
-fixed sentence and its request id.
+May import `params` and `server.replies`. Invariant: what went wrong inside is told in the log
+alone; a client gets a fixed sentence and its request id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import msgspec
 from starlette.responses import Response
 
 from minisgl.params import ErrorKind, InvalidRequestError
+
+from .replies import json_response
 
 TYPES = {
     400: "invalid_request_error",
@@ -92,5 +93,4 @@ def unavailable(message: str) -> ApiError:
 
 def error_response(error: ApiError) -> Response:
     """The error as a whole answer."""
-    body = msgspec.json.encode(error.body)
-    return Response(body, error.status, error.headers, media_type="application/json")
+    return json_response(error.body, error.status, error.headers)

@@ -31,6 +31,7 @@ from .metrics import Metrics
 from .protocol import check_model, renamed
 from .reasoning import prompt_opens_reasoning, template_reasons
 from .replies import CachedTokens, Reply, Usage
+from .stream import DONE, event
 
 logger = init_logger(__name__)
 
@@ -219,6 +220,21 @@ class Generation:
             choices=choices,
             **usage,
         )
+
+    async def chunks(
+        self, prefix: str, object: str, choices: AsyncGenerator[Any, None], has_usage: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """Pieces of choices as server-sent events; has_usage: the last one tells the counts."""
+        usage: dict[str, Any] = {"usage": None} if has_usage else {}
+        chunk = self.reply(new_id(prefix), object, [], **usage)
+        async with aclosing(choices):
+            async for choice in choices:
+                chunk.choices = [choice]
+                yield event(chunk)
+        if has_usage:
+            chunk.choices, chunk.usage = [], self.usage()
+            yield event(chunk)
+        yield DONE
 
 
 def _with_own_seed(params: SamplingParams, i: int) -> SamplingParams:

@@ -26,7 +26,7 @@ from minisgl.params import (
 
 from .body import check_depth
 from .bounds import MAX_CHOICE_TEXTS, MAX_CHOICES, MAX_NAME_CHARS, MAX_REQUEST_SECONDS
-from .errors import ApiError, bad_request
+from .errors import ApiError, bad_request, from_invalid
 
 MAX_INT32 = 2**31 - 1
 
@@ -155,11 +155,16 @@ def wants_usage(request: Sampling) -> bool:
 
 
 def sampling_params(
-    request: Sampling, defaults: SamplingParams, max_tokens: int, **more: Any
+    request: Sampling,
+    defaults: SamplingParams,
+    max_tokens: int,
+    names: Mapping[str, str] | None = None,
+    **more: Any,
 ) -> SamplingParams:
     """How to sample: what the request says, then what the model's authors advise, then greedy.
 
-    max_tokens: where the request is silent. more: fields that the endpoint works out itself.
+    max_tokens: where the request is silent. names: what the client calls fields, for the `ApiError`
+    of a value without meaning. more: fields that the endpoint works out itself.
     """
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     given["max_tokens"] = max_tokens if request.max_tokens is None else request.max_tokens
@@ -168,7 +173,10 @@ def sampling_params(
     params = dataclasses.replace(
         defaults, **{"constraint": constraint_of(request), **given, **more}
     )
-    params.validate()
+    try:
+        params.validate()
+    except InvalidRequestError as error:
+        raise from_invalid(renamed(error, names or {})) from None
     return params
 
 

@@ -108,6 +108,12 @@ def check_ids(ids: list[Any], param: str) -> None:
         raise bad_request(f"{param} has a token id that is in no vocabulary", param)
 
 
+def check_vocabulary(ids: list[int], vocab_size: int, param: str) -> None:
+    """A 400 if a token id is none of this model's."""
+    if max(ids) >= vocab_size:
+        raise bad_request(f"token id {max(ids)} is not in the vocabulary of {vocab_size}", param)
+
+
 def check_tokenize(request: TokenizeRequest) -> None:
     """Everything about a tokenize request but its messages."""
     if (request.prompt is None) == (request.messages is None):

@@ -1,15 +1,24 @@
-"""The bodies of answers, as OpenAI's clients read them. Imports `params` only."""
+"""The bodies of answers, as OpenAI's clients read them. May import `params` only."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from starlette.responses import Response
 
 from minisgl.params import Logprob, PositionLogprobs
 
 LOWEST_LOGPROB = -9999.0  # what stands for a probability of zero, which JSON cannot hold
+
+
+def json_response(
+    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """A whole answer."""
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
 
 
 class CachedTokens(msgspec.Struct):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +15,8 @@ from minisgl.server.generation import new_id
 from minisgl.server.openapi import described
 from minisgl.server.protocol import wants_usage
 from minisgl.server.protocol_chat import CHAT_DECODER, NEUTRAL, ChatRequest
-from minisgl.server.stream import DONE, EventStream, event, while_connected
+from minisgl.server.replies import ChunkChoice, Reply, json_response
+from minisgl.server.stream import EventStream, while_connected
 
 router = APIRouter()
 
@@ -29,30 +28,21 @@ async def chat_completions(request: Request) -> Response:
     has_usage = wants_usage(body)
     chat = await open_chat(request, body)
     if body.stream:
-        return EventStream(_chunks(chat, has_usage))
-    answer = await while_connected(request.receive, _answer(chat))
-    return Response(answer, media_type="application/json")
+        return EventStream(
+            chat.generation.chunks("chatcmpl", "chat.completion.chunk", _choices(chat), has_usage)
+        )
+    return json_response(await while_connected(request.receive, _answer(chat)))
 
 
-async def _answer(chat: Chat) -> bytes:
+async def _answer(chat: Chat) -> Reply:
     choices = [message.choice() for message in await whole_messages(chat)]
-    generation = chat.generation
-    return msgspec.json.encode(
-        generation.reply(new_id("chatcmpl"), "chat.completion", choices, usage=generation.usage())
-    )
+    usage = chat.generation.usage()
+    return chat.generation.reply(new_id("chatcmpl"), "chat.completion", choices, usage=usage)
 
 
-async def _chunks(chat: Chat, has_usage: bool) -> AsyncGenerator[bytes, None]:
-    generation = chat.generation
-    usage: dict[str, Any] = {"usage": None} if has_usage else {}
-    chunk = generation.reply(new_id("chatcmpl"), "chat.completion.chunk", [], **usage)
-    has_begun = [False] * generation.n
+async def _choices(chat: Chat) -> AsyncGenerator[ChunkChoice, None]:
+    has_begun = [False] * chat.generation.n
     async with aclosing(chat.deltas()) as deltas:
         async for delta in deltas:
-            chunk.choices = [chunk_choice(delta, not has_begun[delta.index])]
+            yield chunk_choice(delta, not has_begun[delta.index])
             has_begun[delta.index] = True
-            yield event(chunk)
-    if has_usage:
-        chunk.choices, chunk.usage = [], generation.usage()
-        yield event(chunk)
-    yield DONE

@@ -6,17 +6,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.message import UserReply
-from minisgl.params import InvalidRequestError, SamplingParams
+from minisgl.params import SamplingParams
 from minisgl.server.body import read_json
-from minisgl.server.errors import bad_request, from_invalid
-from minisgl.server.frontend import RequestFailed
-from minisgl.server.generation import Generation, failed, new_id, server_of
+from minisgl.server.errors import bad_request
+from minisgl.server.generation import Generation, new_id, server_of
 from minisgl.server.openapi import described
 from minisgl.server.protocol import num_choices, routing, sampling_params, wants_usage
 from minisgl.server.protocol_chat import check_text
@@ -30,9 +28,10 @@ from minisgl.server.protocol_completion import (
     check_completion,
     check_ids,
     check_room,
+    check_vocabulary,
     prompts_of,
 )
-from minisgl.server.replies import TextChoice, TextLogprobs
+from minisgl.server.replies import Reply, TextChoice, TextLogprobs, json_response
 from minisgl.server.stream import DONE, EventStream, event, while_connected
 
 router = APIRouter()
@@ -47,9 +46,10 @@ async def completions(request: Request) -> Response:
     has_usage = wants_usage(body)
     completion = await _open(request, body)
     if body.stream:
-        return EventStream(completion.chunks(has_usage))
-    answer = await while_connected(request.receive, completion.answer())
-    return Response(answer, media_type="application/json")
+        return EventStream(
+            completion.generation.chunks("cmpl", "text_completion", completion.choices(), has_usage)
+        )
+    return json_response(await while_connected(request.receive, completion.answer()))
 
 
 async def _open(request: Request, body: CompletionRequest) -> _Completion:
@@ -64,10 +64,7 @@ async def _open(request: Request, body: CompletionRequest) -> _Completion:
     fields: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo:
         fields["prompt_logprobs"] = body.logprobs
-    try:
-        params = sampling_params(body, server.defaults(), DEFAULT_MAX_TOKENS, **fields)
-    except InvalidRequestError as error:
-        raise from_invalid(error) from None
+    params = sampling_params(body, server.defaults(), DEFAULT_MAX_TOKENS, **fields)
     generation = Generation(request, model, list(prompts), params, n=n, **routing(body))
     echoes = [await _text_of(request, prompt) for prompt in prompts] if body.echo else []
     return _Completion(generation, params, echoes, only_echo)
@@ -76,17 +73,9 @@ async def _open(request: Request, body: CompletionRequest) -> _Completion:
 async def _text_of(request: Request, prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
-    server, request_id = server_of(request), request.state.request_id
-    _check_vocabulary(prompt, server.frontend.info.vocab_size)
-    try:
-        return await server.frontend.detokenize(prompt)
-    except RequestFailed as error:
-        raise failed(error, request_id) from error
-
-
-def _check_vocabulary(ids: list[int], vocab_size: int) -> None:
-    if max(ids) >= vocab_size:
-        raise bad_request(f"token id {max(ids)} is not in the vocabulary of {vocab_size}", "prompt")
+    frontend = server_of(request).frontend
+    check_vocabulary(prompt, frontend.info.vocab_size, "prompt")
+    return await frontend.detokenize(prompt)
 
 
 class _Completion:
@@ -123,7 +112,7 @@ class _Completion:
         reason = reply.finish_reason.value if reply.finished and reply.finish_reason else None
         return TextChoice(i, text, logprobs, reason)
 
-    async def answer(self) -> bytes:
+    async def answer(self) -> Reply:
         """The whole answer."""
         whole = [TextChoice(i, "") for i in range(len(self.generation.msgs))]
         texts: list[list[str]] = [[] for _ in whole]
@@ -141,21 +130,7 @@ class _Completion:
         for choice, parts in zip(whole, texts):
             choice.text = "".join(parts)
         usage = self.generation.usage()
-        reply = self.generation.reply(new_id("cmpl"), "text_completion", whole, usage=usage)
-        return msgspec.json.encode(reply)
-
-    async def chunks(self, has_usage: bool) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events."""
-        usage: dict[str, Any] = {"usage": None} if has_usage else {}
-        chunk = self.generation.reply(new_id("cmpl"), "text_completion", [], **usage)
-        async with aclosing(self.choices()) as choices:
-            async for choice in choices:
-                chunk.choices = [choice]
-                yield event(chunk)
-        if has_usage:
-            chunk.choices, chunk.usage = [], self.generation.usage()
-            yield event(chunk)
-        yield DONE
+        return self.generation.reply(new_id("cmpl"), "text_completion", whole, usage=usage)
 
 
 @router.post("/generate", **described(GenerateRequest))
@@ -174,15 +149,11 @@ async def generate(request: Request) -> Response:
         check_room(body.prompt, server.frontend.info.max_seq_len)
         check_ids(body.prompt, "prompt")
     wants_usage(body)
-    try:
-        params = sampling_params(body, server.defaults(), SamplingParams().max_tokens)
-    except InvalidRequestError as error:
-        raise from_invalid(error) from None
+    params = sampling_params(body, server.defaults(), SamplingParams().max_tokens)
     generation = Generation(request, model, [body.prompt], params, **routing(body))
     if body.stream:
         return EventStream(_generate_events(generation))
-    answer = await while_connected(request.receive, _generate_answer(generation))
-    return Response(answer, media_type="application/json")
+    return json_response(await while_connected(request.receive, _generate_answer(generation)))
 
 
 def _plain(text: str, ids: list[int], reply: UserReply | None, generation: Generation) -> Any:
@@ -191,13 +162,13 @@ def _plain(text: str, ids: list[int], reply: UserReply | None, generation: Gener
     return {**plain, "usage": generation.usage()} if reason else plain
 
 
-async def _generate_answer(generation: Generation) -> bytes:
+async def _generate_answer(generation: Generation) -> Any:
     texts, ids, last = [], [], None
     async with aclosing(generation.replies()) as replies:
         async for _, last in replies:
             texts.append(last.incremental_output)
             ids += last.token_ids
-    return msgspec.json.encode(_plain("".join(texts), ids, last, generation))
+    return _plain("".join(texts), ids, last, generation)
 
 
 async def _generate_events(generation: Generation) -> AsyncGenerator[bytes, None]:

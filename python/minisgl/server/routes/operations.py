@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -14,24 +13,21 @@ from minisgl.server.errors import ApiError
 from minisgl.server.frontend import State
 from minisgl.server.generation import Server, server_of
 from minisgl.server.protocol import model_not_found
+from minisgl.server.replies import json_response
 
 router = APIRouter()
-
-
-def _json(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
 @router.get("/v1")
 async def root() -> Response:
     """That there is a server."""
-    return _json({"status": "ok"})
+    return json_response({"status": "ok"})
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
     """The one model that is served."""
-    return _json({"object": "list", "data": [_model(server_of(request))]})
+    return json_response({"object": "list", "data": [_model(server_of(request))]})
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -40,7 +36,7 @@ async def model(request: Request, model_id: str) -> Response:
     found = _model(server_of(request))
     if model_id != found["id"]:
         raise model_not_found(model_id, found["id"])
-    return _json(found)
+    return json_response(found)
 
 
 def _model(server: Server) -> dict[str, Any]:
@@ -58,14 +54,14 @@ def _model(server: Server) -> dict[str, Any]:
 async def health(request: Request) -> Response:
     """200 while the server lives: it starts, answers, or drains; 503 once its engine is gone."""
     state = server_of(request).frontend.health().state
-    return _json({"status": state.value}, 503 if state is State.DEAD else 200)
+    return json_response({"status": state.value}, 503 if state is State.DEAD else 200)
 
 
 @router.get("/health/ready")
 async def ready(request: Request) -> Response:
     """200 while requests are taken."""
     found = server_of(request).frontend.health()
-    return _json({"status": found.state.value}, 200 if found.is_ready else 503)
+    return json_response({"status": found.state.value}, 200 if found.is_ready else 503)
 
 
 @router.get("/metrics")

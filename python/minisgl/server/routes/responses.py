@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +23,7 @@ from minisgl.server.protocol_responses import (
     chat_request,
     renamed_param,
 )
+from minisgl.server.replies import json_response
 from minisgl.server.stream import EventStream, event, while_connected
 
 router = APIRouter()
@@ -42,14 +42,14 @@ async def responses(request: Request) -> Response:
     answer = _Answer(body, chat)
     if body.stream:
         return EventStream(_encoded(answer.events()))
-    return await while_connected(request.receive, _whole(answer))
+    return json_response(await while_connected(request.receive, _whole(answer)))
 
 
-async def _whole(answer: _Answer) -> Response:
+async def _whole(answer: _Answer) -> Event:
     async with aclosing(answer.events()) as events:
         async for _ in events:
             pass
-    return Response(msgspec.json.encode(answer.response), media_type="application/json")
+    return answer.response
 
 
 async def _encoded(events: AsyncGenerator[Event, None]) -> AsyncGenerator[bytes, None]:

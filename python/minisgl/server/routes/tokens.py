@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from minisgl.server.body import read_json
-from minisgl.server.errors import bad_request
-from minisgl.server.frontend import RequestFailed
-from minisgl.server.generation import failed, server_of
+from minisgl.server.generation import server_of
 from minisgl.server.openapi import described
 from minisgl.server.protocol_chat import ChatRequest, prompt_of
 from minisgl.server.protocol_completion import (
@@ -22,7 +17,9 @@ from minisgl.server.protocol_completion import (
     TokenizeRequest,
     check_ids,
     check_tokenize,
+    check_vocabulary,
 )
+from minisgl.server.replies import json_response
 from minisgl.server.stream import while_connected
 
 router = APIRouter()
@@ -37,17 +34,14 @@ async def tokenize(request: Request) -> Response:
     check_tokenize(body)
     text = prompt_of(ChatRequest(messages=body.messages, prompt=body.prompt))
     add = True if body.add_special_tokens is None else body.add_special_tokens
-    try:
-        ids = await while_connected(
-            request.receive,
-            server.frontend.tokenize(
-                text, add_special_tokens=add, template_args=body.chat_template_kwargs
-            ),
-        )
-    except RequestFailed as error:
-        raise failed(error, request.state.request_id) from error
+    ids = await while_connected(
+        request.receive,
+        server.frontend.tokenize(
+            text, add_special_tokens=add, template_args=body.chat_template_kwargs
+        ),
+    )
     limit = server.frontend.info.max_seq_len
-    return _json({"tokens": ids, "count": len(ids), "max_model_len": limit})
+    return json_response({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
 
 @router.post("/detokenize", **described(DetokenizeRequest))
@@ -57,17 +51,6 @@ async def detokenize(request: Request) -> Response:
     server = server_of(request)
     server.model_name(body.model)
     check_ids(body.tokens, "tokens")
-    vocab_size = server.frontend.info.vocab_size
-    if max(body.tokens) >= vocab_size:
-        raise bad_request(
-            f"token id {max(body.tokens)} is not in the vocabulary of {vocab_size}", "tokens"
-        )
-    try:
-        text = await while_connected(request.receive, server.frontend.detokenize(body.tokens))
-    except RequestFailed as error:
-        raise failed(error, request.state.request_id) from error
-    return _json({"text": text})
-
-
-def _json(body: Any) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
+    check_vocabulary(body.tokens, server.frontend.info.vocab_size, "tokens")
+    text = await while_connected(request.receive, server.frontend.detokenize(body.tokens))
+    return json_response({"text": text})
