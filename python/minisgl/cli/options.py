@@ -10,9 +10,10 @@ import argparse
 import json
 import logging
 import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from minisgl.config import GIB, DistributedInfo, SchedulerConfig
+from minisgl.config import GIB, SchedulerConfig
 from minisgl.env import ENV
 from minisgl.params import ConfigError, InvalidRequestError, SamplingParams
 
@@ -20,6 +21,8 @@ DEFAULT_MODEL = "default"
 MODEL_HELP = "a folder, a .gguf file, a hub id, or default: SmolLM2-135M-Instruct"
 DEFAULT_MAX_TOKENS = 512
 DEFAULT_URL = "http://127.0.0.1:1919"  # where `minisgl serve` listens unless told otherwise
+
+Table = Iterable[tuple[str, str, Callable[[str], Any], str, str]]
 
 _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -46,7 +49,7 @@ def parse_template_arg(text: str) -> tuple[str, Any]:
         return name, value
 
 
-_ENGINE = (  # field, its flags, type, what the value is called, help
+_ENGINE = (  # as in `add_table`
     ("revision", "--revision", str, "REV", "branch, tag or commit of a hub model"),
     ("dtype", "--dtype", str, "TYPE", "of weights: auto, float32, bfloat16 or float16"),
     ("kv_dtype", "--kv-dtype", str, "TYPE", "of K and V: auto, float32, bfloat16 or float16"),
@@ -189,25 +192,27 @@ _ENGINE = (  # field, its flags, type, what the value is called, help
     ),
 )
 
-_PROCESSES = (  # the same for `ServerArgs`; --tp-size becomes its `tp_info`
-    ("num_tokenizer", "--num-tokenizer --tokenizer-count", int, "N", "tokenizer processes"),
-    ("drain_seconds", "--drain-seconds", float, "S", "after SIGTERM, what runs has S (default 30)"),
-    (
-        "tp_size",
-        "--tp-size --tp --tensor-parallel-size",
-        int,
-        "N",
-        "share the model among N processes, each with its own device",
-    ),
-    ("moe_backend", "--moe-backend", str, "NAME", "for mixtures of experts, auto: what suits"),
-    (
-        "cuda_graph_max_bs",
-        "--cuda-graph-max-bs --graph",
-        int,
-        "N",
-        "capture CUDA graphs of up to N requests, 0: none",
-    ),
-)
+
+def add_table(group: argparse._ArgumentGroup, rows: Table) -> None:
+    """Add flags that stay out when they are not given.
+
+    rows: (field, its flags, type, what the value is called, help). A `bool` has no value, a `list`
+    may be repeated.
+    """
+    for dest, flags, kind, metavar, text in rows:
+        options: dict[str, Any] = {"type": kind, "metavar": metavar}
+        if kind is bool:
+            options = {"action": "store_true"}
+        elif kind is list:
+            options = {"action": "append", "metavar": metavar}
+        names = flags.split()
+        group.add_argument(*names, dest=dest, default=argparse.SUPPRESS, help=text, **options)
+
+
+def given(args: argparse.Namespace, rows: Table) -> dict[str, Any]:
+    """The values of the flags of a table that were given; lists as tuples."""
+    values = {name: getattr(args, name) for name, *_ in rows if name in args}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, shell: bool = False) -> None:
@@ -267,45 +272,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=MODEL_HELP,
     )
-    for dest, flags, kind, metavar, text in _ENGINE:
-        group.add_argument(
-            *flags.split(),
-            dest=dest,
-            type=kind,
-            metavar=metavar,
-            default=argparse.SUPPRESS,
-            help=text,
-        )
+    add_table(group, _ENGINE)
     group.add_argument("-v", "--verbose", action="store_true", help="log what the engine does")
-
-
-def add_process_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a server's processes; what is not given stays out."""
-    group = parser.add_argument_group("processes")
-    for dest, flags, kind, metavar, text in _PROCESSES:
-        group.add_argument(
-            *flags.split(),
-            dest=dest,
-            type=kind,
-            metavar=metavar,
-            default=argparse.SUPPRESS,
-            help=text,
-        )
-    group.add_argument(
-        "--dummy-weight",
-        dest="use_dummy_weight",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="random weights in place of the model's, to measure without them",
-    )
-
-
-def process_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `ServerArgs` about its processes that were given."""
-    names = [*(name for name, *_ in _PROCESSES), "use_dummy_weight"]
-    options = {name: getattr(args, name) for name in names if name in args}
-    options["tp_info"] = DistributedInfo(0, options.pop("tp_size", 1))
-    return options
 
 
 def add_quiet_flag(parser: argparse.ArgumentParser) -> None:
@@ -353,7 +321,7 @@ def engine_flags(args: argparse.Namespace) -> list[str]:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of `LLM` that were given, checked."""
-    options = {name: getattr(args, name) for name, *_ in _ENGINE if name in args}
+    options = given(args, _ENGINE)
     SchedulerConfig(model_path=args.model, **options)  # raises before torch is loaded
     return options
 

@@ -8,18 +8,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from minisgl.cli.bench_options import add_bench
-from minisgl.cli.http_options import add_http_flags
 from minisgl.cli.options import (
     DEFAULT_MODEL,
     DEFAULT_URL,
     MODEL_HELP,
     add_chat_flags,
     add_engine_flags,
-    add_process_flags,
     add_quiet_flag,
     add_sampling_flags,
     check_sampling,
 )
+from minisgl.cli.server_options import add_server_flags
 from minisgl.env import ENV
 
 DESCRIPTION = "Run large language models on this machine, on a CPU or a GPU."
@@ -194,8 +193,7 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     parser.set_defaults(module="minisgl.cli.serve")
     add_quiet_flag(parser)
-    add_http_flags(parser)
-    add_process_flags(parser)
+    add_server_flags(parser)
     add_engine_flags(parser)
 
 

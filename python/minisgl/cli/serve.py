@@ -9,17 +9,15 @@ import os
 from minisgl.config import ServerArgs
 from minisgl.server.launch import serve
 
-from .http_options import http_options
-from .options import engine_options, process_options
+from .options import engine_options
 from .output import note
 from .progress import LiveLine
+from .server_options import server_options
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal or a failure ends it."""
-    server_args = ServerArgs(
-        args.model, **engine_options(args), **process_options(args), **http_options(args)
-    )
+    server_args = ServerArgs(args.model, **engine_options(args), **server_options(args))
     if args.quiet:  # the children read it too
         os.environ.setdefault("MINISGL_LOG_LEVEL", "WARNING")
         logging.getLogger("minisgl").setLevel(os.environ["MINISGL_LOG_LEVEL"])

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from minisgl.cli.http_options import add_http_flags, http_options
+from minisgl.cli.server_options import add_server_flags, server_options
 from minisgl.config import MAX_CONCURRENT_REQUESTS, ServerArgs
 from minisgl.env import ENV
 from minisgl.params import ConfigError
@@ -14,8 +14,8 @@ from minisgl.params import ConfigError
 
 def options(*argv: str) -> dict[str, object]:
     parser = argparse.ArgumentParser()
-    add_http_flags(parser)
-    return http_options(parser.parse_args(argv))
+    add_server_flags(parser)
+    return server_options(parser.parse_args(argv))
 
 
 def test_what_is_not_given_stays_out() -> None:
