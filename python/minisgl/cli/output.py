@@ -19,7 +19,7 @@ from minisgl.params import FinishReason
 from minisgl.shell import Piece, is_stopping
 
 from .options import engine_options, set_log_level
-from .progress import LiveLine
+from .progress import LiveLine, Loading
 
 if TYPE_CHECKING:
     from minisgl.llm import LLM, StreamEvent
@@ -83,19 +83,11 @@ def opened(args: argparse.Namespace) -> Iterator[LLM]:
     options = {"dtype": "auto", **engine_options(args)}
     if args.quiet:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    percent = -1
-
-    def progress(done: int, total: int) -> None:
-        nonlocal percent
-        percent = 100 * done // max(total, 1)
-
-    def told() -> str:
-        return "" if percent < 0 else f"loading the model: {percent} %"
-
-    with LiveLine(told, _wants_progress(args)):
+    loading = Loading()
+    with LiveLine(loading.text, _wants_progress(args)):
         from minisgl.llm import LLM
 
-        llm = LLM(args.model, progress=progress, **options)
+        llm = LLM(args.model, progress=loading.progress, **options)
     yield llm
     llm.shutdown()
 

@@ -70,6 +70,21 @@ class LiveLine:
         self._num_drawn = len(text)
 
 
+class Loading:
+    """How far the weights are; `text` tells `first` until the first of them has come."""
+
+    def __init__(self, first: str = "") -> None:
+        self._text = first
+
+    def progress(self, done: int, total: int) -> None:
+        """Bytes that are there, of all."""
+        self._text = f"loading the model: {100 * done // max(total, 1)} %"
+
+    def text(self) -> str:
+        """For a `LiveLine`."""
+        return self._text
+
+
 def _columns() -> int:
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80

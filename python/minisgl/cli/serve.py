@@ -11,7 +11,7 @@ from minisgl.server.launch import serve
 
 from .options import engine_options
 from .output import note
-from .progress import LiveLine
+from .progress import LiveLine, Loading
 from .server_options import server_options
 
 
@@ -21,20 +21,12 @@ def run(args: argparse.Namespace) -> int:
     if args.quiet:  # the children read it too
         os.environ.setdefault("MINISGL_LOG_LEVEL", "WARNING")
         logging.getLogger("minisgl").setLevel(os.environ["MINISGL_LOG_LEVEL"])
-    percent = -1
-
-    def progress(done: int, total: int) -> None:
-        nonlocal percent
-        percent = 100 * done // max(total, 1)
-
-    def told() -> str:
-        return "starting" if percent < 0 else f"loading the model: {percent} %"
-
-    with LiveLine(told, not args.quiet) as line:
+    loading = Loading("starting")
+    with LiveLine(loading.text, not args.quiet) as line:
 
         def ready(url: str) -> None:
             line.close()
             if not args.quiet:
                 note(f"minisgl serves {args.model} at {url} (Ctrl-C ends it)")
 
-        return serve(server_args, on_progress=progress, on_ready=ready)
+        return serve(server_args, on_progress=loading.progress, on_ready=ready)
