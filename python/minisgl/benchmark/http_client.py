@@ -14,11 +14,14 @@ from collections.abc import Callable
 
 import httptools
 
-from minisgl.utils.openai_api import Address, ServerError, parse_error
-
-MAX_BODY_BYTES = 1 << 20
-MAX_LINE_BYTES = 1 << 20
-CONNECT_SECONDS = 10.0
+from minisgl.utils.openai_api import (
+    CONNECT_SECONDS,
+    MAX_ANSWER_BYTES,
+    MAX_EVENT_BYTES,
+    Address,
+    ServerError,
+    parse_error,
+)
 
 TakeLine = Callable[[bytes, float], None]
 
@@ -168,13 +171,13 @@ class _Connection(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         self._body += data
         if self._take is None or self.status != 200:
-            if len(self._body) > MAX_BODY_BYTES:
+            if len(self._body) > MAX_ANSWER_BYTES:
                 raise ServerError("the server's answer is too long")
             return
         *lines, self._body = self._body.split(b"\n")
         for line in lines:
             self._take(line.rstrip(b"\r"), self._second)
-        if len(self._body) > MAX_LINE_BYTES:
+        if len(self._body) > MAX_EVENT_BYTES:
             raise ServerError("the server sent an event that is too long")
 
     def on_message_complete(self) -> None:

@@ -15,6 +15,9 @@ from typing import Any
 
 from minisgl.params import FinishReason, MinisglError
 from minisgl.utils.openai_api import (
+    CONNECT_SECONDS,
+    MAX_ANSWER_BYTES,
+    MAX_EVENT_BYTES,
     Address,
     Chunk,
     ServerError,
@@ -27,10 +30,7 @@ from minisgl.utils.openai_api import (
 from .conversation import Conversation, Piece
 
 TOO_LONG = "context_length_exceeded"
-CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 600.0
-MAX_BODY_BYTES = 1 << 20
-MAX_EVENT_BYTES = 1 << 20
 
 
 class RemoteChat(Conversation):
@@ -85,7 +85,7 @@ class RemoteChat(Conversation):
     def _get(self, path: str) -> bytes:
         try:
             with closing(self._open("GET", path, None)) as response:
-                return response.read(MAX_BODY_BYTES)
+                return response.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise _broken(error) from error
         finally:
@@ -111,7 +111,7 @@ class RemoteChat(Conversation):
             if response.status == 200:
                 return response
             headers = {name.lower(): value for name, value in response.getheaders()}
-            raise parse_error(response.status, headers, response.read(MAX_BODY_BYTES))
+            raise parse_error(response.status, headers, response.read(MAX_ANSWER_BYTES))
         except (OSError, http.client.HTTPException) as error:
             raise _broken(error) from error
 

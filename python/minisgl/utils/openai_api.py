@@ -18,6 +18,9 @@ from .errors import ConfigError, MinisglError
 
 EXAMPLE_URL = "http://127.0.0.1:1919"
 MAX_SHOWN_CHARS = 300
+MAX_ANSWER_BYTES = 1 << 20
+MAX_EVENT_BYTES = 1 << 20
+CONNECT_SECONDS = 10.0
 
 
 class ServerError(MinisglError):
