@@ -1,12 +1,14 @@
 """Reasoning in tags (`<think>...</think>`), told apart from the answer while it streams.
 
-Standard library only. Invariant: the joined pieces do not depend on how the text was cut; together
-they are the text without the tags and the white space beside them.
+May import `utils.text`. Invariant: the joined pieces do not depend on how the text was cut;
+together they are the text without the tags and the white space beside them.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from minisgl.utils.text import possible_start
 
 OPENING, CLOSING = "<think>", "</think>"
 
@@ -98,13 +100,3 @@ def prompt_opens_reasoning(prompt: str) -> bool:
 def template_reasons(template: str | None) -> bool:
     """Whether a model with this chat template answers with reasoning in the tag."""
     return template is not None and CLOSING in template
-
-
-def possible_start(text: str, tag: str) -> int:
-    """Where the longest ending of `text` that may become `tag` starts; its length if none may."""
-    at = max(0, len(text) - len(tag) + 1)
-    while (at := text.find(tag[0], at)) >= 0:
-        if tag.startswith(text[at:]):
-            return at
-        at += 1
-    return len(text)

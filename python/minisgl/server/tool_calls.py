@@ -1,9 +1,9 @@
 """Tool calls in the models' own formats, told apart from text while an answer streams.
 
 A call is announced as soon as its name is known and its arguments begin; they follow piece by piece
-as they are written. What turns out not to be a call before that is content. Standard library and
-`json_scanner` only. Invariant: the joined pieces do not depend on how the text was cut, and nothing
-but tags, separators and white space beside calls is left out.
+as they are written. What turns out not to be a call before that is content. May import
+`json_scanner` and `utils.text`. Invariant: the joined pieces do not depend on how the text was cut,
+and nothing but tags, separators and white space beside calls is left out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from minisgl.utils.text import possible_start
+
 from .json_scanner import JsonScanner, is_object
-from .reasoning import possible_start
 
 _NAMES = ("name", "function")
 _ARGUMENTS = ("arguments", "parameters")

@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text. Standard library only.
+"""Stop strings in a stream of text. May import `utils.text`.
 
 Invariant: what comes out never contains a stop string or what began it, and does not depend on how
 the text was cut into pieces.
@@ -7,6 +7,8 @@ the text was cut into pieces.
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from minisgl.utils.text import possible_start
 
 
 class StopStringFilter:
@@ -38,19 +40,9 @@ class StopStringFilter:
             _, at, self.matched = min(hits)
             self._held = ""
             return text[:at]
-        keep = min(self._beginning(text, stop) for stop in self.stops)
+        keep = min(possible_start(text, stop) for stop in self.stops)
         self._held = text[keep:]
         return text[:keep]
-
-    @staticmethod
-    def _beginning(text: str, stop: str) -> int:
-        """Where the longest ending of `text` that begins `stop` starts; its end if none does."""
-        at = max(0, len(text) - len(stop) + 1)
-        while (at := text.find(stop[0], at)) >= 0:
-            if stop.startswith(text[at:]):
-                return at
-            at += 1
-        return len(text)
 
     def flush(self) -> str:
         """What was held back; to be called when no more text comes."""
