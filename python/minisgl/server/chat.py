@@ -55,6 +55,7 @@ class ChatDelta:
         )
 
 
+@dataclass(slots=True)
 class _Reader:
     """Takes the pieces of one choice apart.
 
@@ -62,32 +63,23 @@ class _Reader:
     but the first are left out.
     """
 
-    def __init__(
-        self,
-        index: int,
-        reasoning: ReasoningParser | None,
-        tools: ToolCallParser | None,
-        *,
-        has_logprobs: bool,
-        is_single: bool,
-    ) -> None:
-        self._index = index
-        self._reasoning = reasoning
-        self._tools = tools
-        self._has_logprobs = has_logprobs
-        self._is_single = is_single
+    index: int
+    reasoning: ReasoningParser | None
+    tools: ToolCallParser | None
+    has_logprobs: bool
+    is_single: bool
 
     def read(self, reply: UserReply) -> ChatDelta:
         """The delta of the choice's next piece."""
-        delta = ChatDelta(self._index, reply.incremental_output)
-        if self._reasoning is not None:
-            self._split_reasoning(self._reasoning, delta, reply.finished)
-        if self._tools is not None:
-            self._split_calls(self._tools, delta, reply.finished)
-        if self._has_logprobs:
+        delta = ChatDelta(self.index, reply.incremental_output)
+        if self.reasoning is not None:
+            self._split_reasoning(self.reasoning, delta, reply.finished)
+        if self.tools is not None:
+            self._split_calls(self.tools, delta, reply.finished)
+        if self.has_logprobs:
             delta.logprobs = [chat_logprob(position) for position in reply.logprobs]
         if reply.finished and reply.finish_reason is not None:
-            has_calls = self._tools is not None and self._tools.num_calls
+            has_calls = self.tools is not None and self.tools.num_calls
             is_call = has_calls and reply.finish_reason is FinishReason.STOP
             delta.finish_reason = "tool_calls" if is_call else reply.finish_reason.value
         return delta
@@ -104,7 +96,7 @@ class _Reader:
         pieces = [parser.push(delta.content), *([parser.flush()] if is_last else [])]
         delta.content = "".join(piece.content for piece in pieces)
         for call in (call for piece in pieces for call in piece.calls):
-            if self._is_single and call.index:
+            if self.is_single and call.index:
                 continue
             if call.id is None and delta.calls and delta.calls[-1].index == call.index:
                 last = delta.calls.pop()

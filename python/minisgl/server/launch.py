@@ -90,24 +90,16 @@ def _port_error(host: str, port: int, error: Exception) -> ConfigError:
     return ConfigError(f"server_port (--port) {port} on {host} cannot be used: {error}")
 
 
+@dataclasses.dataclass(slots=True)
 class _Server:
     """One run of the event loop."""
 
-    def __init__(
-        self,
-        args: ServerArgs,
-        model_name: str,
-        children: Children,
-        sock: socket.socket,
-        on_progress: Progress | None,
-        on_ready: Callable[[str], None] | None,
-    ) -> None:
-        self._args = args
-        self._model_name = model_name
-        self._children = children
-        self._sock = sock
-        self._on_progress = on_progress
-        self._on_ready = on_ready
+    _args: ServerArgs
+    _model_name: str
+    _children: Children
+    _sock: socket.socket
+    _on_progress: Progress | None
+    _on_ready: Callable[[str], None] | None
 
     async def run(self, uvicorn: Any, make_app: Callable[[Frontend, ServerArgs], Any]) -> int:
         """Wait for the children, serve, and end; the exit code."""

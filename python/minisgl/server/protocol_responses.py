@@ -46,21 +46,16 @@ class Item(Strict):
     phase: Any = None
 
 
-class FunctionTool(Strict):
+class FunctionTool(Function, kw_only=True):
     """A function that the model may call, in the flat form of this endpoint."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class FunctionChoice(Strict):
+class FunctionChoice(NamedFunction, kw_only=True):
     """The one function that must be called."""
 
     type: Literal["function"]
-    name: str
 
 
 class TextFormat(JsonSchema):
@@ -88,7 +83,7 @@ class ResponsesRequest(Harmless):
     temperature: float | None = None
     top_p: float | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Choice | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     # Refused unless they ask for what is done anyway.
