@@ -38,6 +38,14 @@ def default_model_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random llama with a token for each byte."""
+    from tests.llm.tiny import write_model
+
+    return write_model(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
 def run_python() -> RunPython:
     """Run `python ARGS...` in the repository, with this package first on the path."""
 

@@ -1,4 +1,4 @@
-"""A tiny model and an engine of it."""
+"""A maker of engines of the tiny model that are shut down afterwards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 
 from minisgl.engine import Engine, EngineConfig
 
-from tests.llm.tiny import write_model
-
 MakeEngine = Callable[..., Engine]
 
 SMALL: dict[str, Any] = {
@@ -21,12 +19,6 @@ SMALL: dict[str, Any] = {
     "max_running_req": 4,
     "num_threads": 1,
 }
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny random llama."""
-    return write_model(tmp_path_factory.mktemp("tiny") / "tiny-llama")
 
 
 @pytest.fixture

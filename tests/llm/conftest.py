@@ -1,4 +1,4 @@
-"""Models for the tests of `LLM`: a tiny one, and a maker of LLMs that are shut down afterwards."""
+"""For the tests of `LLM`: a maker of LLMs of the tiny model that are shut down afterwards."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 
 from minisgl.llm import LLM
 
-from tests.llm.tiny import write_model
-
 MakeLLM = Callable[..., LLM]
 
 # One thread: several would spin for each other where the machine is shared, and gain nothing here.
@@ -21,12 +19,6 @@ SMALL: dict[str, Any] = {
     "max_running_req": 16,
     "num_threads": 1,
 }
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny random llama."""
-    return write_model(tmp_path_factory.mktemp("tiny") / "tiny-llama")
 
 
 @pytest.fixture

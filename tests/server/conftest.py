@@ -8,13 +8,6 @@ from pathlib import Path
 import pytest
 
 from .harness import Server, running
-from tests.llm.tiny import write_model
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a token for each byte."""
-    return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
