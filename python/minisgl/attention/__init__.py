@@ -1,7 +1,7 @@
 """Attention backends: "torch" runs anywhere, "native" on a CPU where the extension is there, and
 "auto" takes the best of them; others register themselves under their name.
 
-May import layers 0 to 2.
+May import `kvcache`, `quant`, `distributed` and what lies below them.
 """
 
 from __future__ import annotations

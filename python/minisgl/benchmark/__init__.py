@@ -1,7 +1,7 @@
 """Measuring a server from outside (`minisgl bench serve`) and the engine from within (`offline`).
 
-May import layers 0 to 7; only `offline` loads torch. Invariant: the same seed asks for the same
-prompts, lengths and moments of arrival, whatever the server does.
+May import `llm`, `server` and below; only `offline` loads torch. Invariant: the same seed asks for
+the same prompts, lengths and moments of arrival, whatever the server does.
 """
 
 from .http_client import HttpClient

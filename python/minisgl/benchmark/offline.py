@@ -1,6 +1,6 @@
 """The engine alone: how many tokens a second it writes when everything is there at once.
 
-May import layers 0 to 7. Invariant: the same arguments run the same prompts of the same lengths.
+May import `llm` and below. Invariant: the same arguments run the same prompts of the same lengths.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The engine: batch in, tokens out. May import layers 0 to 4; knows nothing of queues or requests'
-lives.
+"""The engine: batch in, tokens out.
+
+May import `models` and below; knows nothing of queues or requests' lives.
 """
 
 from minisgl.config import EngineConfig

@@ -1,7 +1,7 @@
 """The parts that models are made of: norms, linears, embeddings, rotary, attention, experts.
 
-Layers are given numbers, never configs, and are aware of tensor parallelism. May import layers 0
-to 2 and the interface of `attention`.
+Layers are given numbers, never configs, and are aware of tensor parallelism. May import
+`kvcache`, `quant`, `distributed` and below, and the interface of `attention`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Models: their numbers, their architectures, and how their weights are loaded.
 
-May import layers 0 to 3.
+May import `layers`, `moe`, `attention` and below.
 """
 
 from __future__ import annotations

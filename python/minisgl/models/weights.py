@@ -209,10 +209,8 @@ def _load(
         if pack is not None and len(shape) == 2 and tp_info.size == 1:
             weight = pack(name, slot.ordered)
         if weight is None:
-            is_vector_on_cpu = len(shape) == 1 and device.type == "cpu"
-            stored_as = (
-                torch.float32 if is_vector_on_cpu else dtype
-            )  # norms and biases cost nothing
+            is_cheap = len(shape) == 1 and device.type == "cpu"  # norms and biases
+            stored_as = torch.float32 if is_cheap else dtype
             weight = _assemble(slot, shape, device, stored_as, model, tp_info)
         setattr(owner, attribute, weight)
         for part in slot.ordered:

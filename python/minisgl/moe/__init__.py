@@ -1,4 +1,7 @@
-"""Mixtures of experts: routing and the backends that run the experts. May import layers 0 to 2."""
+"""Mixtures of experts: routing and the backends that run the experts.
+
+May import `quant`, `kernel`, `utils` and the interface of `attention`.
+"""
 
 from __future__ import annotations
 

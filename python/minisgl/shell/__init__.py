@@ -1,7 +1,7 @@
 """The terminal chat: a conversation that remembers, and the loop that reads lines.
 
-`remote` has the conversation with a server. May import layers 0 to 7. Invariant: an answer that is
-stopped or fails leaves the session usable.
+`remote` has the conversation with a server. May import `llm`, `server` and below. Invariant: an
+answer that is stopped or fails leaves the session usable.
 """
 
 from .conversation import Chat, Conversation, Piece
