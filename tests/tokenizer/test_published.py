@@ -16,8 +16,7 @@ import pytest
 import tokenizers
 
 from minisgl.env import ENV
-from minisgl.tokenizer import load_tokenizer
-from minisgl.tokenizer.detokenize import IncrementalDecoder
+from minisgl.tokenizer import IncrementalDecoder, load_tokenizer
 from minisgl.tokenizer.merges import CACHED_FROM
 
 from tests.tokenizer.conftest import TEXTS, random_texts

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .answer import GrowingAnswer
-from .detokenize import DetokenizeManager, IncrementalDecoder, TokenBytes, find_printable_text
+from .decoder import IncrementalDecoder, TokenBytes
+from .detokenize import DetokenizeManager, find_printable_text
 from .generation import GENERATION_FILE, sampling_defaults
 from .load import load_tokenizer
 from .stop import StopStringFilter

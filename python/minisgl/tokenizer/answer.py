@@ -12,7 +12,7 @@ from typing import Any
 from minisgl.message import DetokenizeMsg, UserReply
 from minisgl.params import FinishReason
 
-from .detokenize import IncrementalDecoder, TokenBytes
+from .decoder import IncrementalDecoder, TokenBytes
 from .stop import StopStringFilter
 
 

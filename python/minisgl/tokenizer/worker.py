@@ -42,7 +42,7 @@ from minisgl.utils import ZmqPullQueue, ZmqPushQueue, init_logger
 from minisgl.utils.process import Addresses, end_with_parent, read_task
 
 from .answer import GrowingAnswer
-from .detokenize import TokenBytes
+from .decoder import TokenBytes
 from .generation import sampling_defaults
 from .load import load_tokenizer
 from .tokenize import TokenizeManager
