@@ -45,7 +45,7 @@ _TOKENS = {"integer": _within(1, MAX_INT32)}
 _TOP = {"integer": _within(0, MAX_LOGPROBS)}
 _PENALTY = {"number": _within(-2, 2)}
 _TEXT = {"string": {"minLength": 1, "maxLength": MAX_NAME_CHARS}}
-_IDS = {"array": {"minItems": 1}, "integer": _within(0, MAX_INT32)}
+_IDS: dict[str, Any] = {"array": {"minItems": 1}, "integer": _within(0, MAX_INT32)}
 
 # Property: what its value keeps to, if it is of a type. The items of lists are values too.
 BOUNDS: dict[str, dict[str, dict[str, Any]]] = {
