@@ -334,3 +334,28 @@ def test_a_signal_while_loading_ends_it_at_once(tmp_path: Path, tiny_model: Path
         assert not any(map(is_alive, pids.values()))
     finally:
         server.kill_all()
+
+
+def test_a_signal_before_the_loop_runs_ends_it_in_order_too(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    args = {"model_path": str(tiny_model), "server_port": 0}
+    args["app"] = "tests.server.signalled_app:create_app"
+    server = Server(tmp_path, args, {})
+    try:
+        assert server.end() == 0
+        assert server.stderr == ""
+    finally:
+        server.kill_all()
+
+
+def test_a_signal_while_it_tidies_up_ends_it_at_once(tmp_path: Path, tiny_model: Path) -> None:
+    with running(tmp_path, tiny_model, env={"SIM_FAULT": "end slowly"}) as server:
+        pids = server.children()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "told to end slowly" in server.stderr, 10, "the engine lets go")
+        start = clock()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+        assert clock() - start < 1
+        assert not any(map(is_alive, pids.values()))

@@ -2,13 +2,14 @@
 
 `make_engine` is given to `serve(engine=...)` by name. An answer walks through the alphabet from a
 letter that depends on the prompt, so it tells whose it is. `SIM_SECONDS` in the environment is how
-long a step takes, `SIM_FAULT` what goes wrong while loading; "#raise0" (on rank 0), "#exit"
-and "#nan" in a prompt are faults of the step that computes it.
+long a step takes, `SIM_FAULT` what goes wrong while loading or at the end; "#raise0" (on rank 0),
+"#exit" and "#nan" in a prompt are faults of the step that computes it.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -102,7 +103,10 @@ class SimulatedEngine:
         return b"#nan" in prompt
 
     def shutdown(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to let go of, which can take its time."""
+        if os.environ.get("SIM_FAULT") == "end slowly":
+            print("told to end slowly", file=sys.stderr, flush=True)
+            time.sleep(600)
 
 
 def make_engine(

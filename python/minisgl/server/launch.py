@@ -2,7 +2,9 @@
 
 Order: the port is taken first, so that a wrong one costs nothing; then the other processes start;
 while they load, this one imports its web framework; the port opens when all are ready. Invariant:
-however this function is left, no process, socket file or folder of it remains.
+however this function is left, no process, socket file or folder of it remains. A signal counts from
+the first moment to the last: the event loop has its handlers, before and after it a signal is an
+interrupt.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from .supervisor import Supervisor
 
 ENGINE = "minisgl.engine:Engine"
 APP = "minisgl.server.app:create_app"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FLUSH_SECONDS = 3
 BACKLOG = 1024
 
@@ -48,6 +51,24 @@ def serve(
     scheduler process) and the ASGI application (with a `Frontend` and `args`). Raises `ConfigError`
     for a port that cannot be used, `StartError` for what fails while loading.
     """
+    before = [signal.getsignal(name) for name in SIGNALS]
+    _set_signals(signal.default_int_handler)
+    try:
+        return _serve(args, on_progress, on_ready, engine, app)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        for name, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(name, handler)
+
+
+def _serve(
+    args: ServerArgs,
+    on_progress: Progress | None,
+    on_ready: Callable[[str], None] | None,
+    engine: str,
+    app: str,
+) -> int:
     with contextlib.closing(_take_port(args.server_host, args.server_port)) as sock:
         model = resolve_model(args.model_path, args.revision)
         name = args.served_model_name or model.name
@@ -63,7 +84,22 @@ def serve(
             code = int(uvloop.run(server.run(uvicorn, make_app)))
             return code
         finally:
-            children.stop(in_order=code == 0)
+            _end(children, in_order=code == 0)
+
+
+def _end(children: Children, *, in_order: bool) -> None:
+    """End the children; a signal that comes meanwhile means at once."""
+    try:
+        _set_signals(signal.default_int_handler)  # the loop took its handlers away
+        children.stop(in_order=in_order)
+    except KeyboardInterrupt:
+        _set_signals(signal.SIG_IGN)
+        children.stop(in_order=False)
+
+
+def _set_signals(handler: Any) -> None:
+    for name in SIGNALS:
+        signal.signal(name, handler)
 
 
 def _take_port(host: str, port: int) -> socket.socket:
@@ -105,7 +141,7 @@ class _Server:
         """Wait for the children, serve, and end; the exit code."""
         args, addresses = self._args, self._children.addresses
         supervisor: Supervisor  # exists when the loop calls it
-        for name in (signal.SIGTERM, signal.SIGINT):
+        for name in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(name, lambda: supervisor.on_signal())
         frontend = Frontend(
             addresses.frontend,
