@@ -152,3 +152,10 @@ def test_a_rank_outside_its_group_is_refused(rank: Any, size: int) -> None:
 
 def test_only_the_first_rank_talks_to_the_outside() -> None:
     assert [DistributedInfo(rank, 2).is_primary for rank in (0, 1)] == [True, False]
+
+
+def test_a_prefix_file_that_could_not_be_saved_is_refused_at_the_start(tmp_path: Path) -> None:
+    assert SchedulerConfig("m", kv_prefix_file=str(tmp_path / "kv")).kv_prefix_file
+    for path in (tmp_path, tmp_path / "nowhere" / "kv"):
+        with pytest.raises(ConfigError, match="--kv-prefix-file"):
+            SchedulerConfig("m", kv_prefix_file=str(path))

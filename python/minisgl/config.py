@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -261,6 +262,13 @@ class SchedulerConfig(EngineConfig):
                 path is None or (isinstance(path, (str, os.PathLike)) and bool(os.fspath(path))),
                 f"{name} ({flag}) must be a path, got {shown(path)}",
             )
+        if self.kv_prefix_file is not None:
+            folder = os.path.dirname(os.path.abspath(self.kv_prefix_file))
+            _require(
+                os.access(folder, os.W_OK | os.X_OK) and not os.path.isdir(self.kv_prefix_file),
+                "kv_prefix_file (--kv-prefix-file) must be a file in a folder that is there and "
+                f"can be written, got {shown(self.kv_prefix_file)}",
+            )
         _require(
             self.kv_spill_dir is None or self.kv_spill_bytes > 0,
             "kv_spill_dir (--kv-spill-dir) needs kv_spill_bytes (--kv-spill), the file's size",
@@ -337,6 +345,18 @@ class ServerArgs(SchedulerConfig):
             key = self.api_key
             is_key = isinstance(key, str) and key.isascii() and key.isprintable() and " " not in key
             _require(is_key and bool(key), "api_key (--api-key) must be printable ASCII, no spaces")
+        for origin in self.cors_origins:
+            _require(
+                origin == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin) is not None,
+                "cors_origins (--cors-origin) must be as https://example.org, without a path, got "
+                f"{shown(origin)}",
+            )
+        for host in self.allowed_hosts:
+            _require(
+                re.fullmatch(r"[^\s/:]+", host) is not None,
+                "allowed_hosts (--allowed-host) must be a name, as example.org, without scheme and "
+                f"port, got {shown(host)}",
+            )
         _require(
             self.api_key is not None or self.insecure_bind or is_loopback(self.server_host),
             f"server_host (--host) {self.server_host} can be reached from other machines: give an "

@@ -48,3 +48,22 @@ def test_the_bound_on_requests_is_bounded(number: int) -> None:
     with pytest.raises(ConfigError, match="--max-concurrent-requests"):
         ServerArgs("m", max_concurrent_requests=number)
     assert ServerArgs("m", max_concurrent_requests=MAX_CONCURRENT_REQUESTS)
+
+
+@pytest.mark.parametrize(
+    "origin", ["example.org", "https://example.org/", "https://example.org/chat", "https://", ""]
+)
+def test_an_origin_that_no_page_could_have_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="--cors-origin"):
+        ServerArgs("m", cors_origins=(origin,))
+
+
+def test_origins_of_pages_and_of_apps_are_taken() -> None:
+    origins = ("*", "https://example.org:8443", "http://[::1]:3000", "tauri://localhost")
+    assert ServerArgs("m", cors_origins=origins).cors_origins == origins
+
+
+@pytest.mark.parametrize("host", ["https://example.org", "example.org:8080", "a b", ""])
+def test_an_allowed_host_that_could_never_match_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="--allowed-host"):
+        ServerArgs("m", allowed_hosts=(host,))
