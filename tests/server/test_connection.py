@@ -236,3 +236,20 @@ class _closed:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         return isinstance(error, (ConnectionResetError, BrokenPipeError))
+
+
+def test_a_client_of_http_1_0_needs_no_host(serve: Serve) -> None:
+    answer = talk(serve(ScriptedFrontend("Hi")), b"GET /v1 HTTP/1.0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert answer.endswith(b'{"status":"ok"}')
+
+
+def test_head_is_get_without_its_body(serve: Serve) -> None:
+    address = serve(ScriptedFrontend("Hi"))
+    rest_of_it = b" /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    (head, body), (same_head, nothing) = (
+        talk(address, method + rest_of_it).split(b"\r\n\r\n") for method in (b"GET", b"HEAD")
+    )
+    assert body and nothing == b""
+    for line in (b"HTTP/1.1 200 OK", b"content-length: %d" % len(body)):
+        assert line in head.splitlines() and line in same_head.splitlines()

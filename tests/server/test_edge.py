@@ -78,6 +78,7 @@ def test_other_names_are_not(host: str) -> None:
 def test_a_host_that_was_allowed_is_known() -> None:
     allowed = ("my.box",)
     assert status(CHAT, BODY, {"host": "my.box:80"}, allowed_hosts=allowed) == 200
+    assert status(CHAT, BODY, {"host": "my.box"}, allowed_hosts=("My.Box",)) == 200
     assert status(CHAT, BODY, {"host": "your.box"}, allowed_hosts=allowed) == 403
     assert status(CHAT, BODY, {"host": "your.box"}, allowed_hosts=("*",)) == 200
     assert status("/health", None, {"host": "your.box"}, api_key=KEY) == 200

@@ -36,6 +36,8 @@ class Edge:
         self._args = args
         self._metrics = metrics
         self._num_running = 0
+        names = ("localhost", args.server_host, *args.allowed_hosts)
+        self._names = frozenset(name.lower() for name in names)
         self._key = None if args.api_key is None else args.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,6 +92,8 @@ class Edge:
             await error_response(error)(scope, receive, send)
             return
         self._num_running += not is_probe
+        if scope["method"] == "HEAD":  # as GET; the connection leaves the body out
+            scope = {**scope, "method": "GET"}
         try:
             await self._app(scope, receive, send)
         finally:
@@ -98,13 +102,13 @@ class Edge:
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """Names only that we are known by: a page must not reach us under a name of its own.
 
-        With a key there is nothing to gain, as a browser does not know it.
+        With a key there is nothing to gain, as a browser does not know it. Without the header (as
+        HTTP/1.0 allows) it is no browser.
         """
-        allowed = self._args.allowed_hosts
-        if self._key is not None or "*" in allowed:
+        if self._key is not None or "*" in self._names or b"host" not in headers:
             return
         host = _host_of(headers.get(b"host", b""))
-        if _is_address(host) or host in ("localhost", self._args.server_host, *allowed):
+        if _is_address(host) or host in self._names:
             return
         raise ApiError(
             403,
