@@ -354,9 +354,10 @@ def test_a_response_that_is_cut_is_incomplete() -> None:
     answer = ask(ScriptedFrontend(cut), RESPONSES, {"input": "x"}).json()
     assert answer["status"] == "incomplete"
     assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert streamed(ScriptedFrontend(cut), RESPONSES, {"input": "x"})[-1]["type"] == (
-        "response.incomplete"
-    )
+    assert answer["output"][0]["status"] == "incomplete"
+    events = streamed(ScriptedFrontend(cut), RESPONSES, {"input": "x"})
+    assert events[-1]["type"] == "response.incomplete"
+    assert events[-2]["item"]["status"] == "incomplete"
 
 
 @pytest.mark.parametrize(

@@ -112,12 +112,12 @@ class _Answer:
             self.response["error"] = {"code": details["code"], "message": details["message"]}
             yield self._event("response.failed", response=self.response)
             return
-        for told in self._close():
-            yield told
-        yield self._finish(reason)
-
-    def _finish(self, reason: str | None) -> Event:
         is_cut = reason == "length"
+        for told in self._close("incomplete" if is_cut else "completed"):
+            yield told
+        yield self._finish(is_cut)
+
+    def _finish(self, is_cut: bool) -> Event:
         self.response["status"] = "incomplete" if is_cut else "completed"
         if is_cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -198,7 +198,7 @@ class _Answer:
             self._open["content"][0]["text"] += text
         return self._event(name, **self._inside(), delta=text, **fields)
 
-    def _close(self) -> list[Event]:
+    def _close(self, status: str = "completed") -> list[Event]:
         """The events that end the open item, if there is one."""
         item = self._open
         if item is None:
@@ -213,7 +213,7 @@ class _Answer:
             more = {key: part[key] for key in ("logprobs",) if key in part}
             events.append(self._event(name, **inside, text=part["text"], **more))
             events.append(self._part_event("done", dict(part)))
-        item["status"] = "completed"
+        item["status"] = status
         events.append(self._event("response.output_item.done", **self._place(), item=dict(item)))
         self._open = None
         return events
