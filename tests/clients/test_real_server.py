@@ -96,13 +96,16 @@ def test_the_command_for_curl_on_the_page_about_deployment_streams(
 
 
 @pytest.mark.slow
-def test_the_npm_package_answers_streams_and_is_refused(run_command: Run, tmp_path: Path) -> None:
+def test_the_npm_package_does_all_that_the_one_for_python_does(run_command: Run, tmp_path: Path) -> None:
     run_command("npm", "install", "openai@7", "--no-audit", "--no-fund", folder=tmp_path)
     script = tmp_path / "client.mjs"
     script.write_text((ROOT / "examples" / "openai_client.mjs").read_text(encoding="utf-8"))
     lines = run_command("node", "client.mjs", folder=tmp_path).splitlines()
     assert "Paris" in lines[0] and lines[1].startswith("streamed: ")
     assert lines[2:] == ["the same: true", "refused: 400 temperature"]
+    script.write_text((ROOT / "tests" / "clients" / "openai_npm.mjs").read_text(encoding="utf-8"))
+    whole = "conversation,stream,three choices,logprobs,schema,tool,echo,response,refusal"
+    assert run_command("node", "client.mjs", folder=tmp_path).split("\n")[:-1] == whole.split(",")
 
 
 @pytest.mark.slow
