@@ -96,7 +96,9 @@ def test_the_command_for_curl_on_the_page_about_deployment_streams(
 
 
 @pytest.mark.slow
-def test_the_npm_package_does_all_that_the_one_for_python_does(run_command: Run, tmp_path: Path) -> None:
+def test_the_npm_package_does_all_that_the_one_for_python_does(
+    run_command: Run, tmp_path: Path
+) -> None:
     run_command("npm", "install", "openai@7", "--no-audit", "--no-fund", folder=tmp_path)
     script = tmp_path / "client.mjs"
     script.write_text((ROOT / "examples" / "openai_client.mjs").read_text(encoding="utf-8"))
