@@ -231,7 +231,7 @@ def _called(call: ToolCall, where: str) -> dict[str, Any]:
     check_name(call.function.name, f"{where}.tool_calls")
     arguments: Any = call.function.arguments
     try:
-        parsed = msgspec.json.decode(arguments)
+        parsed = msgspec.json.decode(arguments or "{}")  # of a function without any
     except (msgspec.DecodeError, RecursionError):
         parsed = None  # a model may have written it badly; the template shows it as it was
     if isinstance(parsed, dict):
