@@ -191,9 +191,12 @@ def test_kv_prefix_file_is_loaded_at_the_start_and_saved_at_the_end(
     second: Any = make_llm(kv_prefix_file=str(path))
     tokens, _, computed = run(second, prompts)
     assert tokens == expected and computed == [1, 1]
+    folder = tmp_path / "no"
+    folder.mkdir()
     second.config = second.config.__class__(
-        **{**vars(second.config), "kv_prefix_file": str(tmp_path / "no" / "folder")}
+        **{**vars(second.config), "kv_prefix_file": str(folder / "folder")}
     )
+    folder.rmdir()
     second.shutdown()
     (line,) = warnings_of(caplog)
     assert "cannot be saved" in line

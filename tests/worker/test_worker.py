@@ -48,3 +48,19 @@ def test_a_server_answers_as_the_offline_class_does(
         server.wait_idle()
         server.process.terminate()
         assert server.end() == 0
+
+
+def test_cached_prefixes_are_saved_at_the_end_and_there_in_the_next_run(
+    tmp_path: Path, model: Path
+) -> None:
+    args = {**ENGINE, "kv_prefix_file": str(tmp_path / "kv")}
+    answers = []
+    for run in ("first", "second"):
+        with running(tmp_path / run, model, **args) as server:
+            answers.append(server.stream("remember me", max_tokens=3).lines())
+            server.process.terminate()
+            assert server.end() == 0
+    first, second = answers
+    assert (first[0]["cached"], second[0]["cached"]) == (0, len("remember me") - 1)
+    tokens = [[token for line in lines for token in line["ids"]] for lines in answers]
+    assert tokens[0] == tokens[1]

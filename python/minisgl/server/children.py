@@ -14,7 +14,13 @@ import time
 from pathlib import Path
 
 from minisgl.config import SchedulerConfig, ServerArgs
-from minisgl.utils.process import END_SECONDS, Addresses, make_socket_folder, start_child
+from minisgl.utils.process import (
+    END_SECONDS,
+    SAVE_SECONDS,
+    Addresses,
+    make_socket_folder,
+    start_child,
+)
 
 POLL_SECONDS = 0.02
 FORCED_END_SECONDS = 0.2
@@ -76,7 +82,8 @@ class Children:
         for process in self._processes.values():
             if process.stdin is not None and not process.stdin.closed:
                 process.stdin.close()
-        deadline = time.monotonic() + (END_SECONDS + 1 if in_order else FORCED_END_SECONDS)
+        seconds = END_SECONDS if self.args.kv_prefix_file is None else SAVE_SECONDS
+        deadline = time.monotonic() + (seconds + 1 if in_order else FORCED_END_SECONDS)
         while time.monotonic() < deadline and len(self.dead()) < len(self._processes):
             time.sleep(POLL_SECONDS)
         for process in self._processes.values():

@@ -23,6 +23,7 @@ import msgspec
 
 MAX_ADDRESS_CHARS = 100  # of a Unix socket's path; the system takes 107
 END_SECONDS = 4.0
+SAVE_SECONDS = 60.0  # to end, with cached prefixes to be saved
 
 
 def start_child(module: str, task: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -56,11 +57,13 @@ def read_task() -> dict[str, Any]:
     return task
 
 
-def end_with_parent(folder: str, is_over: Callable[[], None] | None = None) -> None:
+def end_with_parent(
+    folder: str, is_over: Callable[[], None] | None = None, seconds: float = END_SECONDS
+) -> None:
     """In the child: when the parent is gone, remove `folder` and end.
 
     `is_over` is called first, in a thread of its own, and may end the process in good order; it has
-    `END_SECONDS` for that.
+    `seconds` for that.
     """
 
     def watch() -> None:
@@ -70,7 +73,7 @@ def end_with_parent(folder: str, is_over: Callable[[], None] | None = None) -> N
             _leave(folder)
         else:
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            timer = Timer(END_SECONDS, _leave, (folder,))
+            timer = Timer(seconds, _leave, (folder,))
             timer.daemon = True
             timer.start()
             is_over()

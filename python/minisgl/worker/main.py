@@ -30,7 +30,7 @@ from minisgl.scheduler.gate import ConstraintGate
 from minisgl.tokenizer import TokenBytes, load_tokenizer
 from minisgl.utils import ZmqPushQueue, init_logger
 from minisgl.utils.mp import deliver_and_close
-from minisgl.utils.process import Addresses, end_with_parent, read_task
+from minisgl.utils.process import END_SECONDS, SAVE_SECONDS, Addresses, end_with_parent, read_task
 
 from .io import FollowerIO, PrimaryIO
 from .scheduler import ServedScheduler
@@ -59,7 +59,8 @@ def main() -> int:
         if rank == 0:
             own_inbox.put(ExitMsg())
 
-    end_with_parent(addresses.folder, exit_in_order)
+    saves = task["config"].get("kv_prefix_file") is not None
+    end_with_parent(addresses.folder, exit_in_order, SAVE_SECONDS if saves else END_SECONDS)
     to_frontend: ToFrontend = ZmqPushQueue(addresses.frontend, False, to_wire)
     try:
         serve = _start(task, addresses, to_frontend)
@@ -112,6 +113,9 @@ def _start(
         if scheduler.failure is not None:
             logger.error("%s ends: a step failed: %s", _name(rank), scheduler.failure)
             return STEP_FAILED
+        if config.kv_prefix_file is not None:
+            logger.info("saving the cached prefixes to %s", config.kv_prefix_file)
+            scheduler.shutdown()
         engine.shutdown()
         return 0
 
