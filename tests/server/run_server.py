@@ -23,7 +23,7 @@ def main() -> int:
     fields["tp_info"] = DistributedInfo(0, fields.pop("tp_size", 1))
     try:
         args = ServerArgs(**fields)
-        return serve(args, on_ready=lambda url: print(url, flush=True), **options)
+        return serve(args, on_ready=lambda name, url: print(url, flush=True), **options)
     except MinisglError as error:
         print("minisgl:", error, file=sys.stderr)
         return 1

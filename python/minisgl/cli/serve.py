@@ -24,9 +24,9 @@ def run(args: argparse.Namespace) -> int:
     loading = Loading("starting")
     with LiveLine(loading.text, not args.quiet) as line:
 
-        def ready(url: str) -> None:
+        def ready(name: str, url: str) -> None:
             line.close()
             if not args.quiet:
-                note(f"minisgl serves {args.model} at {url} (Ctrl-C ends it)")
+                note(f"minisgl serves {name} at {url} (Ctrl-C ends it)")
 
         return serve(server_args, on_progress=loading.progress, on_ready=ready)

@@ -40,16 +40,16 @@ def serve(
     args: ServerArgs,
     *,
     on_progress: Progress | None = None,
-    on_ready: Callable[[str], None] | None = None,
+    on_ready: Callable[[str, str], None] | None = None,
     engine: str = ENGINE,
     app: str = APP,
 ) -> int:
     """Run a server until a signal or a failure ends it; the exit code of the process.
 
     on_progress: called with (bytes done, bytes in all) while weights load; on_ready: with the
-    address when requests are taken. engine, app: "module:name" of what makes the engine (in the
-    scheduler process) and the ASGI application (with a `Frontend` and `args`). Raises `ConfigError`
-    for a port that cannot be used, `StartError` for what fails while loading.
+    model's name and the address when requests are taken. engine, app: "module:name" of what makes
+    the engine (in the scheduler process) and the ASGI application (with a `Frontend` and `args`).
+    Raises `ConfigError` for a port that cannot be used, `StartError` for what fails while loading.
     """
     before = [signal.getsignal(name) for name in SIGNALS]
     _set_signals(signal.default_int_handler)
@@ -65,7 +65,7 @@ def serve(
 def _serve(
     args: ServerArgs,
     on_progress: Progress | None,
-    on_ready: Callable[[str], None] | None,
+    on_ready: Callable[[str, str], None] | None,
     engine: str,
     app: str,
 ) -> int:
@@ -135,7 +135,7 @@ class _Server:
     _children: Children
     _sock: socket.socket
     _on_progress: Progress | None
-    _on_ready: Callable[[str], None] | None
+    _on_ready: Callable[[str, str], None] | None
 
     async def run(self, uvicorn: Any, make_app: Callable[[Frontend, ServerArgs], Any]) -> int:
         """Wait for the children, serve, and end; the exit code."""
@@ -159,7 +159,7 @@ class _Server:
             except OSError as error:
                 raise _port_error(args.server_host, args.server_port, error) from error
             if self._on_ready is not None:
-                self._on_ready(_url(self._sock))
+                self._on_ready(self._model_name, _url(self._sock))
             await _serve_until_over(server, supervisor, self._sock)
         finally:
             frontend.stop()
