@@ -124,7 +124,8 @@ soak: $(TEST) ## many requests of every kind at a tiny model's server: make soak
 	$(PY) -m tests.server.soak --requests $(REQUESTS)
 
 bench: $(CORE) ## run the programs of benchmark/, one after the other
-	@for script in benchmark/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
+	@for script in benchmark/*.py; do echo "== $$script"; \
+	    $(PY) -m benchmark.$$(basename $$script .py) || exit 1; done
 
 model: $(CORE) ## fetch the default model (98 MB) unless it is there
 	@$(PY) -c "from minisgl.utils.model_files import resolve_model as r; print('model:', r('default').path)"

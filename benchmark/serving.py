@@ -126,16 +126,16 @@ def start(num_rounds: int) -> None:
 
 
 def main() -> None:
-    """Print one table."""
+    """Print what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["share", "start"])
+    parser.add_argument("what", choices=["share", "start"], nargs="?", help="both if not given")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=None)
     args = parser.parse_args()
-    if args.what == "share":
+    if args.what != "start":
         share(args.streams, args.tokens, args.rounds or 5)
-    else:
+    if args.what != "share":
         start(args.rounds or 3)
 
 

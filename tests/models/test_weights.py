@@ -202,6 +202,27 @@ def test_wrong_weights_are_one_typed_error(
         load(folder)
 
 
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 256], [1 << 40, (1 << 40) + 256], [-256, 0], [256, 0], [2**63, 2**63], [0.5, 256.5]],
+    ids=["overlapping", "past the end", "negative", "backwards", "huge", "no integers"],
+)
+def test_offsets_that_overlap_or_leave_the_file_are_typed_errors(
+    tmp_path: Path, offsets: list[float]
+) -> None:
+    folder = write_model(tmp_path)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    assert header["model.norm.weight"]["data_offsets"] != [0, 256]
+    header["model.norm.weight"]["data_offsets"] = offsets
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + size :])
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        load(folder)
+
+
 def test_damaged_pickled_and_empty_folders_are_typed_errors(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     file = folder / "model.safetensors"
