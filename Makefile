@@ -125,7 +125,7 @@ soak: $(TEST) ## many requests of every kind at a tiny model's server: make soak
 
 bench: $(CORE) ## run the programs of benchmark/, one after the other
 	@for script in benchmark/*.py; do echo "== $$script"; \
-	    $(PY) -m benchmark.$$(basename $$script .py) || exit 1; done
+	    PYTHONPATH=. $(PY) $$script || exit 1; done
 
 model: $(CORE) ## fetch the default model (98 MB) unless it is there
 	@$(PY) -c "from minisgl.utils.model_files import resolve_model as r; print('model:', r('default').path)"

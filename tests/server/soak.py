@@ -3,7 +3,7 @@
 `python -m tests.server.soak [--requests 20000] [--users 32] [--seed 0]`. One in five clients goes
 away before its answer is complete, one in twenty sends what is no request; the others mix lengths,
 choices, stop strings, constraints, log-probabilities, penalties and salts. Whatever a request does,
-it must not be answered by a 5xx, and not by the wrong end. A quarter of the way and at the end
+it must be answered as is right: 200, 400 if it is bad, 504 if its time is up. A quarter of the way and at the end
 nothing may be held, and between the two no process may have grown or have more open files.
 """
 
@@ -147,7 +147,8 @@ class Soak:
         leaves = NUM_BAD <= kind < NUM_BAD + NUM_DISCONNECTS
         status = await self._send(path, body, rng.random() if leaves else None)
         self.counts["disconnected" if leaves else f"status {status}"] += 1
-        assert leaves or (status == 400 if kind < NUM_BAD else status in (200, 408)), (status, body)
+        is_late = status == 504 and b'"timeout"' in body
+        assert leaves or is_late or status == (400 if kind < NUM_BAD else 200), (status, body)
 
     async def _send(self, path: str, body: bytes, leave: float | None) -> int:
         """Send one request; its status. leave: go away at once (0), or within 50 ms."""
@@ -196,7 +197,6 @@ def soak(server: Server, num_requests: int, num_users: int, seed: int) -> Counte
     for name in memory:
         assert memory_2[name] - memory[name] <= GROWTH, f"{name} grew"
         assert files_2[name] <= files[name], f"{name} has more open files"
-    assert not any(status.startswith("status 5") for status in run.counts)
     return run.counts
 
 
