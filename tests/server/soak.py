@@ -3,8 +3,9 @@
 `python -m tests.server.soak [--requests 20000] [--users 32] [--seed 0]`. One in five clients goes
 away before its answer is complete, one in twenty sends what is no request; the others mix lengths,
 choices, stop strings, constraints, log-probabilities, penalties and salts. Whatever a request does,
-it must be answered as is right: 200, 400 if it is bad, 504 if its time is up. A quarter of the way and at the end
-nothing may be held, and between the two no process may have grown or have more open files.
+it must be answered as is right: 200, 400 if it is bad, 504 if its time is up. A quarter of the way
+and at the end nothing may be held, and between the two no process may have grown or have more open
+files.
 """
 
 from __future__ import annotations
