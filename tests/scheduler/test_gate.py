@@ -14,6 +14,7 @@ from minisgl.message import (
     BatchBackendMsg,
     DetokenizeMsg,
     ExitMsg,
+    ExpireBackendMsg,
     UserMsg,
 )
 from minisgl.params import SamplingParams
@@ -49,13 +50,13 @@ def test_others_pass_while_a_constraint_is_compiled() -> None:
     desk = Desk()
     arrived = [request(0), request(1, "a"), BatchBackendMsg([request(2), request(3, "b")])]
     assert uids(desk.gate.pass_on(arrived)) == [0, 2]
-    assert desk.gate.is_holding
+    assert len(desk.gate) > 0
     assert desk.gate.pass_on([]) == []
     desk.finish("b")
     assert uids(desk.gate.pass_on([request(4)])) == [3, 4]
     desk.finish("a")
     assert uids(desk.gate.pass_on([])) == [1]
-    assert not desk.gate.is_holding
+    assert len(desk.gate) == 0
 
 
 def test_those_that_become_ready_together_leave_in_the_order_in_which_they_came() -> None:
@@ -70,9 +71,17 @@ def test_one_that_waits_is_called_off_without_a_trace() -> None:
     desk = Desk()
     abort = AbortBackendMsg(0)
     assert desk.gate.pass_on([request(0, "a"), abort, AbortBackendMsg(9)]) == [AbortBackendMsg(9)]
-    assert not desk.gate.is_holding
+    assert len(desk.gate) == 0
     desk.finish("a")
     assert desk.gate.pass_on([ExitMsg()]) == [ExitMsg()]
+
+
+def test_the_deadline_of_one_that_waits_ends_it_here() -> None:
+    desk = Desk()
+    late = ExpireBackendMsg(0)
+    assert desk.gate.pass_on([request(0, "a"), late, ExpireBackendMsg(9)]) == [ExpireBackendMsg(9)]
+    assert [(r.uid, r.error_kind) for r in desk.refused] == [(0, ErrorKind.TIMEOUT)]
+    assert desk.refused[0].finished and len(desk.gate) == 0
 
 
 def test_a_bad_constraint_passes_and_is_refused_by_the_scheduler() -> None:

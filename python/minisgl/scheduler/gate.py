@@ -43,10 +43,9 @@ class ConstraintGate:
         self._refuse = refuse
         self._held: dict[int, tuple[UserMsg, Future[Any]]] = {}
 
-    @property
-    def is_holding(self) -> bool:
-        """Whether a request may leave without anything arriving: then look again soon."""
-        return bool(self._held)
+    def __len__(self) -> int:
+        """How many are held: while there are any, look again soon, though nothing arrives."""
+        return len(self._held)
 
     def pass_on(self, messages: Iterable[BaseBackendMsg]) -> list[BaseBackendMsg]:
         """What to act on now: those whose constraint has been compiled, then what arrived."""

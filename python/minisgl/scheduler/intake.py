@@ -64,6 +64,10 @@ class Deadlines:
         self._deadlines: dict[int, float] = {}
         self._soonest = NEVER
 
+    def __len__(self) -> int:
+        """How many requests are watched."""
+        return len(self._deadlines)
+
     def expire(self, msgs: Sequence[BaseBackendMsg]) -> list[BaseBackendMsg]:
         """`msgs`, and behind them an `ExpireBackendMsg` for each request whose time is up."""
         for msg in msgs:

@@ -49,12 +49,17 @@ class PrimaryIO:
             self._ranks = ZmqPubQueue(addresses.ranks, True, to_wire)
             self._ranks.wait_for_subscribers(num_ranks - 1)
 
+    @property
+    def num_held(self) -> int:
+        """Entries about requests that have not ended, here and at the gate."""
+        return len(self._deadlines) + (0 if self.gate is None else len(self.gate))
+
     def receive(self, blocking: bool) -> Sequence[BaseBackendMsg]:
         """All messages that have arrived; waits for one if `blocking`."""
         if self.before_receive is not None:
             self.before_receive(blocking)
         wait = None if blocking else 0.0
-        if blocking and self.gate is not None and self.gate.is_holding:
+        if blocking and self.gate:
             wait = HELD_SECONDS
         messages = self._inbox.get_all(wait)
         messages = self._deadlines.expire(messages)

@@ -83,7 +83,7 @@ class ServedScheduler(Scheduler):
         stats, cache = self.stats, self.cache_manager
         sizes = cache.prefix_cache.size_info
         table = self.table_manager
-        stats.held = len(self.finished_reqs) + len(self._num_in_flight) + self._is_compiling()
+        stats.held = len(self.finished_reqs) + len(self._num_in_flight) + self._num_at_the_gate()
         stats.running = table.max_running_reqs - table.available_size
         stats.waiting = len(self.prefill_manager.pending_list)
         stats.free_pages = cache.num_free_pages
@@ -93,6 +93,6 @@ class ServedScheduler(Scheduler):
         stats.num_preemptions = self.preemptor.num_preemptions if self.preemptor else 0
         stats.held += stats.running + stats.waiting
 
-    def _is_compiling(self) -> bool:
-        gate = self.io.gate if isinstance(self.io, PrimaryIO) else None
-        return gate is not None and gate.is_holding
+    def _num_at_the_gate(self) -> int:
+        """Requests whose constraint is being compiled, and deadlines that are watched."""
+        return self.io.num_held if isinstance(self.io, PrimaryIO) else 0
