@@ -169,3 +169,16 @@ def test_what_is_refused_names_its_field(client: openai.OpenAI, field: str, valu
     with pytest.raises(openai.BadRequestError) as info:
         client.chat.completions.create(**{"model": MODEL, "messages": TALK, field: value})
     assert info.value.param == field
+
+
+def test_a_request_ends_when_its_time_is_up(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"prompt": "One, two,", "max_tokens": 1500, **GREEDY}
+    extra = {"timeout": 0.3, "ignore_eos": True}
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.completions.create(**fields, extra_body=extra)
+    assert (caught.value.status_code, caught.value.code) == (504, "timeout")
+    pieces = []
+    with pytest.raises(openai.APIError) as late:
+        for chunk in client.completions.create(**fields, stream=True, extra_body=extra):
+            pieces.append(chunk.choices[0].text)
+    assert late.value.code == "timeout" and 0 < len(pieces) < 1500

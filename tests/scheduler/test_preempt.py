@@ -212,6 +212,8 @@ def test_a_half_prefilled_request_can_be_preempted(is_bad: bool) -> None:
     sim.drain()
     assert sim.tokens(1) == alone(prompt_of(1, 10), 8)
     assert sum(sizes.get(1, 0) for _, sizes in sim.batches) == 10 + 7 + (4 if is_bad else 0)
+    told = sim.of(1)[0]  # what it finds of its own is no hit that a client should hear of
+    assert (told.num_prompt_tokens, told.num_cached_tokens) == (10, 0)
 
 
 def test_the_other_policies_never_preempt() -> None:

@@ -285,6 +285,7 @@ class SimEngine:
         if seen == script.num_preemptions or script.computed is None:
             return False
         script.known = max(script.known, script.computed + 1)
+        script.is_spoilt = False  # what was bad has been dropped, and is computed anew
         return True
 
     def _check_phase(self, batch: Batch) -> None:
