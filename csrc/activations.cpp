@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kAlign = 64;
 constexpr int64_t round_up(int64_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
+constexpr float kMaxFactor = 32767;  // a product with it, shifted down by 15 bits, is at most 1
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 GroupResult quantize_group(const float* x, int8_t* codes) {
@@ -61,7 +62,8 @@ Activations::Activations(int64_t tokens, int64_t columns)
     : tokens_(tokens), columns_(columns), groups_((columns + kGroup - 1) / kGroup) {
   scale_offset_ = round_up(tokens_ * groups_ * kGroup);
   plane_ = round_up(tokens_ * groups_ * 4);
-  const int64_t total = scale_offset_ + (2 + kNumCodeSums) * plane_;
+  unit_offset_ = scale_offset_ + (4 + kNumCodeSums) * plane_;
+  const int64_t total = unit_offset_ + round_up(tokens_ * spans() * 4);
   memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(kAlign, total + kAlign)));
   if (!memory_) throw std::bad_alloc();
 }
@@ -78,6 +80,9 @@ ActivationTile Activations::tile(int64_t tile) const {
   result.scale = at<float>(plane(0));
   result.scaled_sum = at<float>(plane(1));
   for (int i = 0; i < kNumCodeSums; ++i) result.minus_sum[i] = at<int32_t>(plane(2 + i));
+  result.start = at<int32_t>(plane(2 + kNumCodeSums));
+  result.factor = at<int32_t>(plane(3 + kNumCodeSums));
+  result.unit = at<float>(unit_offset_ + tile * kTileTokens * spans() * 4);
   result.stride = tile_tokens(tile);
   return result;
 }
@@ -94,6 +99,7 @@ void Activations::quantize_part(const float* x, int64_t stride, int64_t begin, i
     out.scale += skip;
     out.scaled_sum += skip;
     for (auto& sums : out.minus_sum) sums += skip;
+    out.start += skip;
     run({x, stride, stop - begin, end_group - first_group,
          columns_ - first_group * kGroup, out});
     x += (stop - begin) * stride;
@@ -107,6 +113,37 @@ void Activations::quantize(const float* x, int64_t stride) {
     const int64_t begin = block * kTokenBlock;
     quantize_part(x + begin * stride, stride, begin, min64(begin + kTokenBlock, tokens_), 0,
                   groups_);
+  });
+  relate_scales();
+}
+
+void Activations::relate_scales() {
+  parallel_for(tiles(), [&](int64_t index) {
+    const ActivationTile x = tile(index);
+    for (int64_t span = 0; span < spans(); ++span) {
+      const int64_t end = min64((span + 1) * kSpan, groups_);
+      float largest[kTileTokens] = {}, total[kTileTokens] = {}, inverse[kTileTokens];
+      for (int64_t g = span * kSpan; g < end; ++g) {
+        const float* scale = x.scale + g * x.stride;
+        for (int64_t t = 0; t < x.stride; ++t) {
+          largest[t] = scale[t] > largest[t] ? scale[t] : largest[t];
+          total[t] += scale[t];  // NaN if one of them is
+        }
+      }
+      for (int64_t t = 0; t < x.stride; ++t) {
+        const float unit = largest[t] * (32768.0f / kMaxFactor);
+        inverse[t] = largest[t] > 0 ? kMaxFactor / largest[t] : 0.0f;
+        x.unit[span * x.stride + t] = total[t] == total[t] ? unit : total[t];
+      }
+      for (int64_t g = span * kSpan; g < end; ++g) {
+        const float* scale = x.scale + g * x.stride;
+        int32_t* factor = x.factor + g * x.stride;
+        for (int64_t t = 0; t < x.stride; ++t) {
+          const float value = scale[t] > 0 ? scale[t] * inverse[t] : 0.0f;
+          factor[t] = static_cast<int32_t>(value + 0.5f) * 0x10001;
+        }
+      }
+    }
   });
 }
 

@@ -4,12 +4,18 @@
 // Each group depends on its own 32 numbers only, so a token never depends on its neighbours. A
 // group that holds a NaN or an infinity gets a NaN scale: it spoils its own token, visibly.
 //
+// Weights whose scales are integers want those of the activations as integers too: a span of groups
+// has a float, its unit, and each group a factor in [0, 32767]. `relate_scales` makes them when all
+// groups of a span are there.
+//
 // Tokens are stored in tiles of 32. Inside a tile, arrays are [group][token]: a kernel unpacks a
 // weight block once and walks over the tokens of the tile in memory order.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+
+#include "format.h"
 
 namespace minisgl {
 
@@ -28,8 +34,16 @@ struct ActivationTile {
   float* scale;                      // [group][token]
   float* scaled_sum;                 // [group][token]: scale times the sum of the codes
   int32_t* minus_sum[kNumCodeSums];  // [group][token]: minus the sum of the codes
+  int32_t* start;                    // [group][token]: see `sum_start`
+  int32_t* factor;                   // [group][token]: twice the factor, in both halves
+  float* unit;                       // [span][token]
   int64_t stride;
 };
+
+// Where the integer sum of a group of unsigned 4-bit codes and activations starts: the lower 16 bits
+// end as the sum of (code - 8) * x, the upper ones as 8 * sum of x, less 1 if the lower are negative.
+// One 16-bit dot product then multiplies both by the scale and the minimum.
+constexpr int32_t sum_start(int32_t sum) { return 8 * sum * 65535; }
 
 class Activations {
  public:
@@ -43,13 +57,19 @@ class Activations {
   int64_t tile_tokens(int64_t tile) const;
   ActivationTile tile(int64_t tile) const;
 
+  int64_t spans() const { return (groups_ + kSpan - 1) / kSpan; }
+
   // Quantises float rows `stride` elements apart; uses the thread pool.
   void quantize(const float* x, int64_t stride);
 
   // Quantises groups [first_group, end_group) of tokens [begin, end); `x` points to the first of
-  // these groups of token `begin`. For callers that share out the work themselves.
+  // these groups of token `begin`. For callers that share out the work themselves; when all of it is
+  // done, they call `relate_scales`.
   void quantize_part(const float* x, int64_t stride, int64_t begin, int64_t end,
                      int64_t first_group, int64_t end_group);
+
+  // Fills in factors and units; uses the thread pool.
+  void relate_scales();
 
  private:
   struct Free {
@@ -61,7 +81,7 @@ class Activations {
   }
 
   int64_t tokens_, columns_, groups_;
-  int64_t scale_offset_, plane_;
+  int64_t scale_offset_, plane_, unit_offset_;
   std::unique_ptr<uint8_t, Free> memory_;
 };
 

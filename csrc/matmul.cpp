@@ -131,6 +131,7 @@ void matmul_gated(const Activations& x, const PackedView& gate, const PackedView
       }
     }
   });
+  out->relate_scales();
 }
 
 void matmul_float(FloatKind kind, const FloatTask& whole) {

@@ -29,6 +29,22 @@ struct Avx2 {
   static MINISGL_INLINE Int load(const uint8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
   }
+  static MINISGL_INLINE Int load(const int32_t* p) {
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static MINISGL_INLINE void store(int32_t* p, Int a) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(p), a);
+  }
+  static MINISGL_INLINE Int load_low16(const uint8_t* p) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static MINISGL_INLINE Int scale16(Int a, Int b) { return _mm256_mulhrs_epi16(a, b); }
+  static MINISGL_INLINE Int dot16(Int sum, Int a, Int b) {
+#if defined(__AVXVNNI__)
+    if constexpr (kVnni) return _mm256_dpwssd_avx_epi32(sum, a, b);
+#endif
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+  }
   static MINISGL_INLINE Int zero() { return _mm256_setzero_si256(); }
   static MINISGL_INLINE Int broadcast(const int32_t* p) { return _mm256_set1_epi32(*p); }
   template <int kBits>

@@ -20,6 +20,15 @@ struct Avx512 {
   using Float = __m512;
 
   static MINISGL_INLINE Int load(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static MINISGL_INLINE Int load(const int32_t* p) { return _mm512_load_si512(p); }
+  static MINISGL_INLINE void store(int32_t* p, Int a) { _mm512_store_si512(p, a); }
+  // 16 bits of each lane, the upper half of a lane is 0.
+  static MINISGL_INLINE Int load_low16(const uint8_t* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  // Products of 16-bit halves: rounded and shifted down by 15 bits; added up in pairs to `sum`.
+  static MINISGL_INLINE Int scale16(Int a, Int b) { return _mm512_mulhrs_epi16(a, b); }
+  static MINISGL_INLINE Int dot16(Int sum, Int a, Int b) { return _mm512_dpwssd_epi32(sum, a, b); }
   static MINISGL_INLINE Int zero() { return _mm512_setzero_si512(); }
   static MINISGL_INLINE Int broadcast(const int32_t* p) { return _mm512_set1_epi32(*p); }
   template <int kBits>

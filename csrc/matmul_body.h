@@ -21,9 +21,11 @@ struct Traits {
   static constexpr int kBits = kInfo.bits;
   static constexpr int kParts = kInfo.num_scales;  // sums per group: one per scale
   static constexpr bool kHasMin = kInfo.has_min;
+  static constexpr bool kHasUnit = kInfo.has_unit;
   static constexpr int kSum = kParts == 1 ? kWholeSum : kLowSum;  // of the first part
   static constexpr int kOffsetBits = kBits == 8 ? 7 : kBits - 1;
   static_assert(kHasMin || kInfo.offset == 1 << kOffsetBits);
+  static_assert(!kHasUnit || (kBits == 4 && kInfo.offset == 8));  // see `sum_start`
 };
 
 // Codes and scales of one group of one sub-block, in registers.
@@ -32,6 +34,7 @@ struct Block {
   typename V::Int code[kVectors];
   typename V::Float scale[T::kParts];
   typename V::Float minimum;
+  typename V::Int whole;  // with a unit: 16-bit scales, minimums in the upper halves
 };
 
 // The fifth bit: bit v of each byte of `high` becomes bit 4 of vector v.
@@ -70,6 +73,10 @@ MINISGL_INLINE void unpack(const uint8_t* block, int sub, Block<V, T>* out) {
     }
   }
   const uint8_t* scales = block + T::kInfo.code_bytes() + sub * V::kLanes * 2;
+  if constexpr (T::kHasUnit) {
+    out->whole = T::kHasMin ? V::load(scales + sub * V::kLanes * 2) : V::load_low16(scales);
+    return;
+  }
   for (int i = 0; i < T::kParts; ++i) out->scale[i] = V::load_half(scales + i * kPanelRows * 2);
   if constexpr (T::kHasMin) out->minimum = V::load_half(scales + kPanelRows * 2);
 }
@@ -107,6 +114,24 @@ MINISGL_INLINE void accumulate(const Block<V, T> (&block)[P], const ActivationTi
   }
 }
 
+// The same for formats with a unit: sum[p][u] += this group's share, in units of weight and token.
+template <class V, class T, int P, int U>
+MINISGL_INLINE void add_group(const Block<V, T> (&block)[P], const ActivationTile& x,
+                              int64_t index, typename V::Int (&sum)[P][U]) {
+  typename V::Int group[P][U];
+  for (int u = 0; u < U; ++u) {
+    const typename V::Int start = V::broadcast(x.start + index + u);
+    for (int p = 0; p < P; ++p) group[p][u] = start;
+  }
+  V::template dot<T::kBits, kVectors, P, U>(block, 0, x.codes + index * kGroup, group);
+  for (int u = 0; u < U; ++u) {
+    const typename V::Int factor = V::broadcast(x.factor + index + u);
+    for (int p = 0; p < P; ++p) {
+      sum[p][u] = V::dot16(sum[p][u], group[p][u], V::scale16(block[p].whole, factor));
+    }
+  }
+}
+
 // Where the sub-blocks of a pass lie.
 template <class V, int P>
 struct Units {
@@ -122,6 +147,13 @@ struct Units {
       row[p] = (first + p) * V::kLanes;
     }
   }
+
+  // The units of sub-block p's rows.
+  template <class T>
+  MINISGL_INLINE typename V::Float unit(const PanelTask& task, int p) const {
+    const uint8_t* units = panel[p] + task.groups * T::kInfo.block_bytes();
+    return V::load_float(reinterpret_cast<const float*>(units) + sub[p] * V::kLanes);
+  }
 };
 
 // The hardware's prefetcher stops at each page and starts late on each panel; asking for the block
@@ -136,8 +168,19 @@ MINISGL_INLINE void prefetch_blocks(const PanelTask& task, const Units<V, P>& un
   if (ahead >= task.panel_bytes) ahead += (kPanels - 1) * task.panel_bytes;
   for (int p = 0; p < kPanels; ++p) {
     const uint8_t* block = units.panel[p * (P / kPanels)] + ahead;
-    for (int i = 0; i < T::kInfo.block_bytes(); i += kLine) __builtin_prefetch(block + i, 0, 3);
+    // A line more where panels end with units: none is left out at the seam.
+    constexpr int kBytes = T::kInfo.block_bytes() + (T::kHasUnit ? kLine : 0);
+    for (int i = 0; i < kBytes; i += kLine) __builtin_prefetch(block + i, 0, 3);
   }
+}
+
+// One group of each sub-block, and the next ones on their way.
+template <class V, class T, int P>
+MINISGL_INLINE void load_blocks(const PanelTask& task, const Units<V, P>& units, int64_t g,
+                                Block<V, T> (&block)[P]) {
+  const int64_t offset = g * T::kInfo.block_bytes();
+  prefetch_blocks<V, T, P>(task, units, offset);
+  for (int p = 0; p < P; ++p) unpack<V, T>(units.panel[p] + offset, units.sub[p], &block[p]);
 }
 
 template <class V>
@@ -161,32 +204,81 @@ void run_few(const PanelTask& task, int64_t first) {
   for (int p = 0; p < P; ++p) {
     for (int u = 0; u < U; ++u) acc[p][u] = V::zero_float();
   }
-  int64_t offset = 0;
-  for (int64_t g = 0; g < task.groups; ++g, offset += T::kInfo.block_bytes()) {
-    Block<V, T> block[P];
-    prefetch_blocks<V, T, P>(task, units, offset);
+  for (int64_t begin = 0; begin < task.groups; begin += kSpan) {
+    const int64_t end = begin + kSpan < task.groups ? begin + kSpan : task.groups;
+    typename V::Int sum[P][U];
     for (int p = 0; p < P; ++p) {
-      unpack<V, T>(units.panel[p] + offset, units.sub[p], &block[p]);
+      for (int u = 0; u < U; ++u) sum[p][u] = V::zero();
     }
-    accumulate<V, T, P, U>(block, task.x, g * U, acc);
+    for (int64_t g = begin; g < end; ++g) {
+      Block<V, T> block[P];
+      load_blocks<V, T, P>(task, units, g, block);
+      if constexpr (T::kHasUnit) {
+        add_group<V, T, P, U>(block, task.x, g * U, sum);
+      } else {
+        accumulate<V, T, P, U>(block, task.x, g * U, acc);
+      }
+    }
+    if constexpr (T::kHasUnit) {
+      for (int u = 0; u < U; ++u) {
+        const typename V::Float unit = V::broadcast(task.x.unit + begin / kSpan * U + u);
+        for (int p = 0; p < P; ++p) acc[p][u] = V::fma(V::to_float(sum[p][u]), unit, acc[p][u]);
+      }
+    }
   }
   for (int p = 0; p < P; ++p) {
-    for (int u = 0; u < U; ++u) store_rows<V>(task, u, units.row[p], acc[p][u]);
+    for (int u = 0; u < U; ++u) {
+      if constexpr (T::kHasUnit) acc[p][u] = V::mul(acc[p][u], units.template unit<T>(task, p));
+      store_rows<V>(task, u, units.row[p], acc[p][u]);
+    }
   }
 }
 
-// Tokens t .. t + U - 1 of a larger tile: their sums wait in `sums` between groups.
+// What the tokens of a larger tile have gathered: [token][sub-block][lane].
+template <class V, int P>
+struct Sums {
+  alignas(64) float all[kTileTokens * P * V::kLanes];
+  alignas(64) int32_t span[kTileTokens * P * V::kLanes];  // of the current span, with a unit
+
+  static MINISGL_INLINE int64_t at(int64_t t, int p) { return (t * P + p) * V::kLanes; }
+};
+
+// Tokens t .. t + U - 1.
 template <class V, class T, int P, int U>
 MINISGL_INLINE void run_step(const Block<V, T> (&block)[P], const ActivationTile& x, int64_t base,
-                             int64_t t, float* sums) {
-  typename V::Float acc[P][U];
-  float* at = sums + t * P * V::kLanes;
-  for (int u = 0; u < U; ++u) {
-    for (int p = 0; p < P; ++p) acc[p][u] = V::load_float(at + (u * P + p) * V::kLanes);
+                             int64_t t, Sums<V, P>* sums) {
+  if constexpr (T::kHasUnit) {
+    typename V::Int sum[P][U];
+    for (int u = 0; u < U; ++u) {
+      for (int p = 0; p < P; ++p) sum[p][u] = V::load(sums->span + sums->at(t + u, p));
+    }
+    add_group<V, T, P, U>(block, x, base + t, sum);
+    for (int u = 0; u < U; ++u) {
+      for (int p = 0; p < P; ++p) V::store(sums->span + sums->at(t + u, p), sum[p][u]);
+    }
+  } else {
+    typename V::Float acc[P][U];
+    for (int u = 0; u < U; ++u) {
+      for (int p = 0; p < P; ++p) acc[p][u] = V::load_float(sums->all + sums->at(t + u, p));
+    }
+    accumulate<V, T, P, U>(block, x, base + t, acc);
+    for (int u = 0; u < U; ++u) {
+      for (int p = 0; p < P; ++p) V::store(sums->all + sums->at(t + u, p), acc[p][u]);
+    }
   }
-  accumulate<V, T, P, U>(block, x, base + t, acc);
-  for (int u = 0; u < U; ++u) {
-    for (int p = 0; p < P; ++p) V::store(at + (u * P + p) * V::kLanes, acc[p][u]);
+}
+
+// The integer sums of a span become floats.
+template <class V, int P>
+void close_span(const float* units, int64_t tokens, Sums<V, P>* sums) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    const typename V::Float unit = V::broadcast(units + t);
+    for (int p = 0; p < P; ++p) {
+      const int64_t at = sums->at(t, p);
+      const typename V::Float sum = V::to_float(V::load(sums->span + at));
+      V::store(sums->all + at, V::fma(sum, unit, V::load_float(sums->all + at)));
+      V::store(sums->span + at, V::zero());
+    }
   }
 }
 
@@ -200,22 +292,29 @@ void run_many(const PanelTask& task, int64_t first) {
     const float* out = task.out + t * task.out_stride;
     for (int p = 0; p < P; p += kLine / (4 * V::kLanes)) __builtin_prefetch(out + units.row[p], 1);
   }
-  alignas(64) float sums[kTileTokens * P * V::kLanes];
-  for (int64_t i = 0; i < tokens * P; ++i) V::store(sums + i * V::kLanes, V::zero_float());
-  int64_t offset = 0;
-  for (int64_t g = 0; g < task.groups; ++g, offset += T::kInfo.block_bytes()) {
-    Block<V, T> block[P];
-    prefetch_blocks<V, T, P>(task, units, offset);
-    for (int p = 0; p < P; ++p) {
-      unpack<V, T>(units.panel[p] + offset, units.sub[p], &block[p]);
-    }
-    int64_t t = 0;
-    for (; t + U <= tokens; t += U) run_step<V, T, P, U>(block, task.x, g * tokens, t, sums);
-    for (; t < tokens; ++t) run_step<V, T, P, 1>(block, task.x, g * tokens, t, sums);
+  Sums<V, P> sums;
+  for (int64_t i = 0; i < tokens * P; ++i) {
+    V::store(sums.all + i * V::kLanes, V::zero_float());
+    if constexpr (T::kHasUnit) V::store(sums.span + i * V::kLanes, V::zero());
   }
-  for (int64_t t = 0; t < tokens; ++t) {
-    for (int p = 0; p < P; ++p) {
-      store_rows<V>(task, t, units.row[p], V::load_float(sums + (t * P + p) * V::kLanes));
+  for (int64_t begin = 0; begin < task.groups; begin += kSpan) {
+    const int64_t end = begin + kSpan < task.groups ? begin + kSpan : task.groups;
+    for (int64_t g = begin; g < end; ++g) {
+      Block<V, T> block[P];
+      load_blocks<V, T, P>(task, units, g, block);
+      int64_t t = 0;
+      for (; t + U <= tokens; t += U) run_step<V, T, P, U>(block, task.x, g * tokens, t, &sums);
+      for (; t < tokens; ++t) run_step<V, T, P, 1>(block, task.x, g * tokens, t, &sums);
+    }
+    if constexpr (T::kHasUnit) {
+      close_span<V, P>(task.x.unit + begin / kSpan * tokens, tokens, &sums);
+    }
+  }
+  for (int p = 0; p < P; ++p) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      typename V::Float sum = V::load_float(sums.all + sums.at(t, p));
+      if constexpr (T::kHasUnit) sum = V::mul(sum, units.template unit<T>(task, p));
+      store_rows<V>(task, t, units.row[p], sum);
     }
   }
 }

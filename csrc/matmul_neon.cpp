@@ -21,6 +21,19 @@ struct Neon {
   using Float = float32x4_t;
 
   static MINISGL_INLINE Int load(const uint8_t* p) { return vreinterpretq_s32_u8(vld1q_u8(p)); }
+  static MINISGL_INLINE Int load(const int32_t* p) { return vld1q_s32(p); }
+  static MINISGL_INLINE void store(int32_t* p, Int a) { vst1q_s32(p, a); }
+  static MINISGL_INLINE Int load_low16(const uint8_t* p) {
+    return vreinterpretq_s32_u32(vmovl_u16(vreinterpret_u16_u8(vld1_u8(p))));
+  }
+  static MINISGL_INLINE Int scale16(Int a, Int b) {
+    return vreinterpretq_s32_s16(vqrdmulhq_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)));
+  }
+  static MINISGL_INLINE Int dot16(Int sum, Int a, Int b) {
+    const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
+    const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
+    return vaddq_s32(sum, vpaddq_s32(low, vmull_high_s16(x, y)));
+  }
   static MINISGL_INLINE Int zero() { return vdupq_n_s32(0); }
   static MINISGL_INLINE Int broadcast(const int32_t* p) { return vld1q_dup_s32(p); }
   template <int kBits>

@@ -31,6 +31,38 @@ struct Portable {
     std::memcpy(a.byte, p, 16);
     return a;
   }
+  static Int load(const int32_t* p) {
+    Int a;
+    std::memcpy(a.word, p, 16);
+    return a;
+  }
+  static void store(int32_t* p, Int a) { std::memcpy(p, a.word, 16); }
+  static Int load_low16(const uint8_t* p) {
+    Int a;
+    for (int i = 0; i < 4; ++i) {
+      uint16_t low;
+      std::memcpy(&low, p + 2 * i, 2);
+      a.word[i] = low;
+    }
+    return a;
+  }
+  static int low16(int32_t a) { return static_cast<int16_t>(a & 0xffff); }
+  static int high16(int32_t a) { return a >> 16; }
+  static Int scale16(Int a, Int b) {
+    const auto product = [](int x, int y) { return (x * y + (1 << 14)) >> 15; };
+    for (int i = 0; i < 4; ++i) {
+      const int low = product(low16(a.word[i]), low16(b.word[i]));
+      const int high = product(high16(a.word[i]), high16(b.word[i]));
+      a.word[i] = high * 65536 + (low & 0xffff);
+    }
+    return a;
+  }
+  static Int dot16(Int sum, Int a, Int b) {
+    for (int i = 0; i < 4; ++i) {
+      sum.word[i] += low16(a.word[i]) * low16(b.word[i]) + high16(a.word[i]) * high16(b.word[i]);
+    }
+    return sum;
+  }
   static Int zero() { return Int{}; }
   static Int broadcast(const int32_t* p) {
     Int a;

@@ -1,8 +1,8 @@
 // From floats to packed blocks (round to nearest within each group), and back.
 #include <cmath>
 #include <stdexcept>
+#include <vector>
 
-#include "half.h"
 #include "pack.h"
 #include "pack_block.h"
 #include "pool.h"
@@ -32,14 +32,14 @@ uint8_t round_code(float value, int highest) {
 void encode_q8(const float* x, int count, RowGroup* out) {
   float amax = 0;
   for (int i = 0; i < count; ++i) amax = std::fmax(amax, std::fabs(x[i]));
-  out->scale[0] = float_to_half(amax / 127.0f);
-  const float scale = half_to_float(out->scale[0]);
+  const float scale = half_to_float(float_to_half(amax / 127.0f));
+  out->scale[0] = scale;
   const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
   std::memset(out->code, 128, kGroup);
   for (int i = 0; i < count; ++i) out->code[i] = round_code(x[i] * inverse + 128.0f, 255);
 }
 
-// Sum of squared errors for one choice of scale and minimum (both as stored).
+// Sum of squared errors for one choice of scale and minimum.
 float error_q4(const float* x, int count, float scale, float minimum) {
   const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
   float total = 0;
@@ -59,16 +59,15 @@ void encode_q4m(const float* x, int count, RowGroup* out) {
     low = std::fmin(low, x[i]);
     high = std::fmax(high, x[i]);
   }
+  const float range = high - low;
   constexpr float kClips[] = {0.0f, 0.025f, 0.05f, 0.08f};
   float best = INFINITY;
-  out->scale[0] = float_to_half((high - low) / 15.0f);
-  out->minimum = float_to_half(low);
+  out->scale[0] = range / 15.0f;
+  out->minimum = low;
   for (const float below : kClips) {
     for (const float above : kClips) {
-      const float range = high - low;
-      const uint16_t scale = float_to_half(range * (1.0f - below - above) / 15.0f);
-      const uint16_t minimum = float_to_half(low + range * below);
-      const float error = error_q4(x, count, half_to_float(scale), half_to_float(minimum));
+      const float scale = range * (1.0f - below - above) / 15.0f, minimum = low + range * below;
+      const float error = error_q4(x, count, scale, minimum);
       if (error < best) {
         best = error;
         out->scale[0] = scale;
@@ -76,10 +75,9 @@ void encode_q4m(const float* x, int count, RowGroup* out) {
       }
     }
   }
-  const float scale = half_to_float(out->scale[0]), minimum = half_to_float(out->minimum);
-  const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+  const float inverse = out->scale[0] > 0 ? 1.0f / out->scale[0] : 0.0f;
   std::memset(out->code, 0, kGroup);
-  for (int i = 0; i < count; ++i) out->code[i] = round_code((x[i] - minimum) * inverse, 15);
+  for (int i = 0; i < count; ++i) out->code[i] = round_code((x[i] - out->minimum) * inverse, 15);
 }
 
 }  // namespace
@@ -90,41 +88,38 @@ void pack_float(FloatKind kind, const void* source, int64_t stride, const Packed
   }
   parallel_for(out.panels(), [&](int64_t panel) {
     uint8_t* to = out.data + panel * out.panel_bytes();
-    for (int64_t g = 0; g < out.groups(); ++g, to += info(out.format).block_bytes()) {
-      const int64_t left = out.columns - g * kGroup;
-      const int count = left < kGroup ? static_cast<int>(left) : kGroup;
-      for (int r = 0; r < kPanelRows; ++r) {
-        const int64_t row = panel * kPanelRows + r;
-        RowGroup group = {};
-        if (row < out.rows) {
-          float x[kGroup];
-          const int64_t at = row * stride + g * kGroup;
-          for (int i = 0; i < count; ++i) x[i] = read_float(kind, source, at + i);
-          if (out.format == Format::kQ8) {
-            encode_q8(x, count, &group);
-          } else {
-            encode_q4m(x, count, &group);
-          }
-        }
-        write_row_group(out.format, group, r, to);
+    for (int r = 0; r < kPanelRows; ++r) {
+      const int64_t row = panel * kPanelRows + r;
+      std::vector<RowGroup> groups(static_cast<size_t>(out.groups()));
+      for (int64_t g = 0; g < out.groups() && row < out.rows; ++g) {
+        const int64_t left = out.columns - g * kGroup, at = row * stride + g * kGroup;
+        const int count = left < kGroup ? static_cast<int>(left) : kGroup;
+        float x[kGroup];
+        for (int i = 0; i < count; ++i) x[i] = read_float(kind, source, at + i);
+        const auto encode = out.format == Format::kQ8 ? encode_q8 : encode_q4m;
+        encode(x, count, &groups[static_cast<size_t>(g)]);
       }
+      write_row(out.format, groups.data(), out.groups(), r, to);
     }
   });
 }
 
 void unpack_row(const PackedView& weight, int64_t row, float* out) {
   const FormatInfo layout = info(weight.format);
-  const uint8_t* block = weight.data + row / kPanelRows * weight.panel_bytes();
-  for (int64_t g = 0; g < weight.groups(); ++g, block += layout.block_bytes()) {
+  const int in_panel = static_cast<int>(row % kPanelRows);
+  const uint8_t* panel = weight.data + row / kPanelRows * weight.panel_bytes();
+  float unit = 1;
+  if (layout.has_unit) {
+    std::memcpy(&unit, panel + weight.groups() * layout.block_bytes() + in_panel * 4, 4);
+  }
+  for (int64_t g = 0; g < weight.groups(); ++g) {
     RowGroup group;
-    read_row_group(weight.format, block, static_cast<int>(row % kPanelRows), &group);
-    const float scale[2] = {half_to_float(group.scale[0]), half_to_float(group.scale[1])};
-    const float minimum = half_to_float(group.minimum);
+    read_row_group(weight.format, panel + g * layout.block_bytes(), in_panel, &group);
     const int64_t left = weight.columns - g * kGroup;
     const int count = left < kGroup ? static_cast<int>(left) : kGroup;
     for (int i = 0; i < count; ++i) {
       const float code = static_cast<float>(group.code[i] - layout.offset);
-      out[g * kGroup + i] = scale[i / 16] * code + minimum;
+      out[g * kGroup + i] = unit * (group.scale[i / 16] * code + group.minimum);
     }
   }
 }

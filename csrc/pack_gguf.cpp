@@ -1,21 +1,14 @@
 // From GGUF blocks to packed blocks. Each source type is decoded group by group into 32 one-byte
-// codes and its scales (still fp16, or the product of an fp16 and a small integer); then one
-// routine per bit width writes them into place.
+// codes and its scale; then one routine writes the row into place.
 #include <cstring>
+#include <vector>
 
-#include "half.h"
 #include "pack.h"
 #include "pack_block.h"
 #include "pool.h"
 
 namespace minisgl {
 namespace {
-
-uint16_t read16(const uint8_t* p) {
-  uint16_t value;
-  std::memcpy(&value, p, 2);
-  return value;
-}
 
 // 32 nibbles: 16 low ones, then 16 high ones.
 void split_nibbles(const uint8_t* nibbles, uint8_t* code) {
@@ -30,43 +23,43 @@ void add_high_bits(const uint8_t* bits, uint8_t* code) {
 }
 
 void decode_q4_0(const uint8_t* p, RowGroup* out) {
-  out->scale[0] = read16(p);
+  out->scale[0] = read_half(p);
   split_nibbles(p + 2, out->code);
 }
 
 void decode_q4_1(const uint8_t* p, RowGroup* out) {
-  out->scale[0] = read16(p);
-  out->minimum = read16(p + 2);
+  out->scale[0] = read_half(p);
+  out->minimum = read_half(p + 2);
   split_nibbles(p + 4, out->code);
 }
 
 void decode_q5_0(const uint8_t* p, RowGroup* out) {
-  out->scale[0] = read16(p);
+  out->scale[0] = read_half(p);
   split_nibbles(p + 6, out->code);
   add_high_bits(p + 2, out->code);
 }
 
 void decode_q5_1(const uint8_t* p, RowGroup* out) {
-  out->scale[0] = read16(p);
-  out->minimum = read16(p + 2);
+  out->scale[0] = read_half(p);
+  out->minimum = read_half(p + 2);
   split_nibbles(p + 8, out->code);
   add_high_bits(p + 4, out->code);
 }
 
 void decode_q8_0(const uint8_t* p, RowGroup* out) {
-  out->scale[0] = read16(p);
+  out->scale[0] = read_half(p);
   for (int i = 0; i < 32; ++i) out->code[i] = p[2 + i] ^ 0x80;
 }
 
 // Q4_K and Q5_K start alike: d, dmin, and eight 6-bit pairs of scale and minimum in 12 bytes.
 void decode_k_scales(const uint8_t* p, RowGroup* out) {
-  const float d = half_to_float(read16(p)), dmin = half_to_float(read16(p + 2));
+  const float d = read_half(p), dmin = read_half(p + 2);
   const uint8_t* s = p + 4;
   for (int g = 0; g < 8; ++g) {
     const int scale = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
     const int minimum = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4;
-    out[g].scale[0] = float_to_half(d * static_cast<float>(scale));
-    out[g].minimum = float_to_half(-dmin * static_cast<float>(minimum));
+    out[g].scale[0] = d * static_cast<float>(scale);
+    out[g].minimum = -dmin * static_cast<float>(minimum);
   }
 }
 
@@ -108,10 +101,10 @@ void decode_q6_k(const uint8_t* p, RowGroup* out) {
       group[3].code[i] = static_cast<uint8_t>(b >> 4 | (h >> 6) << 4);
     }
   }
-  const float d = half_to_float(read16(p + 208));
+  const float d = read_half(p + 208);
   for (int i = 0; i < 16; ++i) {
     const float scale = static_cast<float>(static_cast<int8_t>(p[192 + i]));
-    out[i / 2].scale[i % 2] = float_to_half(d * scale);
+    out[i / 2].scale[i % 2] = d * scale;
   }
 }
 
@@ -145,21 +138,17 @@ void pack_gguf(const GgufType& type, const uint8_t* const* source, const PackedV
   }
   const int groups_per_block = type.columns / kGroup;
   parallel_for(out.panels(), [&](int64_t panel) {
-    uint8_t* first = out.data + panel * out.panel_bytes();
-    const int64_t left = out.rows - panel * kPanelRows;
+    uint8_t* to = out.data + panel * out.panel_bytes();
     for (int r = 0; r < kPanelRows; ++r) {
-      const uint8_t* from = r < left ? source[panel * kPanelRows + r] : nullptr;
-      uint8_t* to = first;
-      RowGroup group[8] = {};
-      for (int64_t g = 0; g < out.groups(); g += groups_per_block) {
-        if (from != nullptr) {
-          decode(from, group);
-          from += type.bytes;
-        }
-        for (int i = 0; i < groups_per_block; ++i, to += info(out.format).block_bytes()) {
-          write_row_group(out.format, group[i], r, to);
+      const int64_t row = panel * kPanelRows + r;
+      std::vector<RowGroup> groups(static_cast<size_t>(out.groups()));
+      if (row < out.rows) {
+        const uint8_t* from = source[row];
+        for (int64_t g = 0; g < out.groups(); g += groups_per_block, from += type.bytes) {
+          decode(from, &groups[static_cast<size_t>(g)]);
         }
       }
+      write_row(out.format, groups.data(), out.groups(), r, to);
     }
   });
 }

@@ -163,7 +163,9 @@ void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
       }
       to += part.view.rows;
     }
-    if (num_jobs > 0) matmul_packed(**input, jobs.data(), num_jobs);
+    if (num_jobs == 0) return;
+    (*input)->relate_scales();
+    matmul_packed(**input, jobs.data(), num_jobs);
   });
 }
 
@@ -190,6 +192,7 @@ void Program::gated_mlp(int x, const std::vector<MatrixRef>& gate_up, Activation
   const auto combine = elementwise_kernels().gate_mul[static_cast<int>(kind)];
   const Quantized input = quantize(x), hidden = quantized(inner, true);
   add_whole_step("gated", bytes, [=](const Tile&) {
+    (*input)->relate_scales();
     matmul_gated(**input, halves[0], halves[1], combine, hidden->get());
   });
   add_whole_step("linear", down.view.bytes(), [=](const Tile&) {

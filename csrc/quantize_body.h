@@ -47,6 +47,7 @@ inline __attribute__((always_inline)) void quantize_groups(const QuantizeTask& t
       out.minus_sum[kWholeSum][at] = -sum;
       out.minus_sum[kLowSum][at] = -r.low_sum;
       out.minus_sum[kHighSum][at] = -r.high_sum;
+      out.start[at] = sum_start(sum);
     }
   }
 }

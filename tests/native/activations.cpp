@@ -86,6 +86,7 @@ void test_activations(Family& family) {
         parts.quantize_part(x.data() + p.begin * stride + p.first_group * kGroup, stride, p.begin,
                             p.end, p.first_group, p.end_group);
       });
+      parts.relate_scales();
       const Floats result = contents(parts);
       family.expect_equal(contents(whole), result, what + " by pieces against all at once");
       return result;

@@ -61,13 +61,35 @@ Decoded decode(int type, const uint8_t* b, int c) {
   }
 }
 
-// As far as scales that were rounded to half precision allow.
-void check_gguf(Family& family, const std::string& what, const Decoded& wanted, float value) {
+// As far as scales allow that were rounded to half precision, or to integers in units of `most`.
+void check_gguf(Family& family, const std::string& what, const Decoded& wanted, float value,
+                float most) {
   const float largest = std::fmax(std::fabs(wanted.scale), std::fabs(wanted.minimum));
-  if (!std::isfinite(wanted.scale + wanted.minimum) || largest > 65000) return;
+  const bool finite = std::isfinite(most + wanted.scale + wanted.minimum);
+  if (!finite || largest > 65000) return;
   const float product = wanted.scale * static_cast<float>(wanted.code);
-  const float bound = (std::fabs(product) + std::fabs(wanted.minimum)) / 1024 + 0x1p-18f;
-  family.check(std::fabs(value - (product + wanted.minimum)) <= bound, what + " against the file");
+  const float bound = most > 0 ? most * 8.02f / kMaxScale
+                               : (std::fabs(product) + std::fabs(wanted.minimum)) / 1024 + 0x1p-18f;
+  family.check(std::fabs(value - (product + wanted.minimum)) <= bound + 1e-30f,
+               what + " against the file");
+}
+
+// Of the rows of a format with a unit, what the largest integer stands for; 0 for other formats.
+Floats largest_scales(const GgufType& type, const uint8_t* const* starts, int64_t rows,
+                      int64_t columns) {
+  Floats most(static_cast<size_t>(rows), 0.0f);
+  for (int64_t i = 0; i < rows * columns && info(type.format).has_unit; ++i) {
+    const int64_t column = i % columns;
+    const uint8_t* block = starts[i / columns] + column / type.columns * type.bytes;
+    const Decoded d = decode(type.id, block, static_cast<int>(column % type.columns));
+    const bool centred = type.format == Format::kQ4;  // its codes have been counted from 8
+    const float minimum = centred ? 0 : d.minimum + 8 * d.scale;
+    const float size = std::fabs(d.scale) + std::fabs(minimum) / 8;
+    float& row = most[i / columns];
+    row = std::isfinite(size) ? std::fmax(row, size) : INFINITY;
+    if (!(row < INFINITY)) i += columns - 1 - column;  // the row is spoilt
+  }
+  return most;
 }
 
 void test_gguf(Family& family, Random& random, const GgufType& type) {
@@ -83,11 +105,13 @@ void test_gguf(Family& family, Random& random, const GgufType& type) {
     pack_gguf(type, starts.data(), weight.view);
     return unpacked(weight.view);
   });
+  const Floats most = largest_scales(type, starts.data(), rows, columns);
   for (int64_t i = 0; i < rows * columns; ++i) {
     const int64_t column = i % columns;
     const uint8_t* block = starts[i / columns] + column / type.columns * type.bytes;
     const int at = static_cast<int>(column % type.columns);
-    check_gguf(family, what, decode(type.id, block, at), values[i]);
+    check_gguf(family, what, decode(type.id, block, at), values[i], most[i / columns]);
+    if (!std::isfinite(most[i / columns])) family.check(values[i] != values[i], what + " spoilt");
   }
 }
 
