@@ -243,43 +243,50 @@ struct Sums {
   static MINISGL_INLINE int64_t at(int64_t t, int p) { return (t * P + p) * V::kLanes; }
 };
 
-// Tokens t .. t + U - 1.
-template <class V, class T, int P, int U>
-MINISGL_INLINE void run_step(const Block<V, T> (&block)[P], const ActivationTile& x, int64_t base,
+// Tokens t .. t + U - 1. kFirst, kLast: whether the group begins and ends a span.
+template <class V, class T, int P, int U, bool kFirst, bool kLast>
+MINISGL_INLINE void run_step(const Block<V, T> (&block)[P], const ActivationTile& x, int64_t g,
                              int64_t t, Sums<V, P>* sums) {
+  const int64_t index = g * x.stride + t;
   if constexpr (T::kHasUnit) {
     typename V::Int sum[P][U];
     for (int u = 0; u < U; ++u) {
-      for (int p = 0; p < P; ++p) sum[p][u] = V::load(sums->span + sums->at(t + u, p));
+      for (int p = 0; p < P; ++p) {
+        sum[p][u] = kFirst ? V::zero() : V::load(sums->span + sums->at(t + u, p));
+      }
     }
-    add_group<V, T, P, U>(block, x, base + t, sum);
+    add_group<V, T, P, U>(block, x, index, sum);
     for (int u = 0; u < U; ++u) {
-      for (int p = 0; p < P; ++p) V::store(sums->span + sums->at(t + u, p), sum[p][u]);
+      const typename V::Float unit = V::broadcast(x.unit + g / kSpan * x.stride + t + u);
+      for (int p = 0; p < P; ++p) {
+        const int64_t at = sums->at(t + u, p);
+        if constexpr (kLast) {
+          const typename V::Float before = V::load_float(sums->all + at);
+          V::store(sums->all + at, V::fma(V::to_float(sum[p][u]), unit, before));
+        } else {
+          V::store(sums->span + at, sum[p][u]);
+        }
+      }
     }
   } else {
     typename V::Float acc[P][U];
     for (int u = 0; u < U; ++u) {
       for (int p = 0; p < P; ++p) acc[p][u] = V::load_float(sums->all + sums->at(t + u, p));
     }
-    accumulate<V, T, P, U>(block, x, base + t, acc);
+    accumulate<V, T, P, U>(block, x, index, acc);
     for (int u = 0; u < U; ++u) {
       for (int p = 0; p < P; ++p) V::store(sums->all + sums->at(t + u, p), acc[p][u]);
     }
   }
 }
 
-// The integer sums of a span become floats.
-template <class V, int P>
-void close_span(const float* units, int64_t tokens, Sums<V, P>* sums) {
-  for (int64_t t = 0; t < tokens; ++t) {
-    const typename V::Float unit = V::broadcast(units + t);
-    for (int p = 0; p < P; ++p) {
-      const int64_t at = sums->at(t, p);
-      const typename V::Float sum = V::to_float(V::load(sums->span + at));
-      V::store(sums->all + at, V::fma(sum, unit, V::load_float(sums->all + at)));
-      V::store(sums->span + at, V::zero());
-    }
-  }
+// All tokens of the tile.
+template <class V, class T, int P, int U, bool kFirst, bool kLast>
+MINISGL_INLINE void run_steps(const Block<V, T> (&block)[P], const ActivationTile& x, int64_t g,
+                              Sums<V, P>* sums) {
+  int64_t t = 0;
+  for (; t + U <= x.stride; t += U) run_step<V, T, P, U, kFirst, kLast>(block, x, g, t, sums);
+  for (; t < x.stride; ++t) run_step<V, T, P, 1, kFirst, kLast>(block, x, g, t, sums);
 }
 
 // Many tokens: a block is unpacked once for all tokens of the tile.
@@ -293,21 +300,19 @@ void run_many(const PanelTask& task, int64_t first) {
     for (int p = 0; p < P; p += kLine / (4 * V::kLanes)) __builtin_prefetch(out + units.row[p], 1);
   }
   Sums<V, P> sums;
-  for (int64_t i = 0; i < tokens * P; ++i) {
-    V::store(sums.all + i * V::kLanes, V::zero_float());
-    if constexpr (T::kHasUnit) V::store(sums.span + i * V::kLanes, V::zero());
-  }
-  for (int64_t begin = 0; begin < task.groups; begin += kSpan) {
-    const int64_t end = begin + kSpan < task.groups ? begin + kSpan : task.groups;
-    for (int64_t g = begin; g < end; ++g) {
-      Block<V, T> block[P];
-      load_blocks<V, T, P>(task, units, g, block);
-      int64_t t = 0;
-      for (; t + U <= tokens; t += U) run_step<V, T, P, U>(block, task.x, g * tokens, t, &sums);
-      for (; t < tokens; ++t) run_step<V, T, P, 1>(block, task.x, g * tokens, t, &sums);
-    }
-    if constexpr (T::kHasUnit) {
-      close_span<V, P>(task.x.unit + begin / kSpan * tokens, tokens, &sums);
+  for (int64_t i = 0; i < tokens * P; ++i) V::store(sums.all + i * V::kLanes, V::zero_float());
+  for (int64_t g = 0; g < task.groups; ++g) {
+    Block<V, T> block[P];
+    load_blocks<V, T, P>(task, units, g, block);
+    const bool begins = g % kSpan == 0, ends = g % kSpan == kSpan - 1 || g == task.groups - 1;
+    if (!T::kHasUnit || (!begins && !ends)) {
+      run_steps<V, T, P, U, false, false>(block, task.x, g, &sums);
+    } else if (!ends) {
+      run_steps<V, T, P, U, true, false>(block, task.x, g, &sums);
+    } else if (!begins) {
+      run_steps<V, T, P, U, false, true>(block, task.x, g, &sums);
+    } else {
+      run_steps<V, T, P, U, true, true>(block, task.x, g, &sums);
     }
   }
   for (int p = 0; p < P; ++p) {
