@@ -93,13 +93,7 @@ void Activations::quantize_part(const float* x, int64_t stride, int64_t begin, i
   while (begin < end) {
     const int64_t index = begin / kTileTokens;
     const int64_t stop = min64(end, (index + 1) * kTileTokens);
-    ActivationTile out = tile(index);
-    const int64_t skip = first_group * out.stride + begin % kTileTokens;
-    out.codes += skip * kGroup;
-    out.scale += skip;
-    out.scaled_sum += skip;
-    for (auto& sums : out.minus_sum) sums += skip;
-    out.start += skip;
+    const ActivationTile out = tile(index).from(first_group, begin % kTileTokens);
     run({x, stride, stop - begin, end_group - first_group,
          columns_ - first_group * kGroup, out});
     x += (stop - begin) * stride;

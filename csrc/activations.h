@@ -38,6 +38,18 @@ struct ActivationTile {
   int32_t* factor;                   // [group][token]: twice the factor, in both halves
   float* unit;                       // [span][token]
   int64_t stride;
+
+  // What quantisation writes, from a group and token on.
+  ActivationTile from(int64_t group, int64_t token) const {
+    ActivationTile result = *this;
+    const int64_t skip = group * stride + token;
+    result.codes += skip * kGroup;
+    result.scale += skip;
+    result.scaled_sum += skip;
+    for (int32_t*& sums : result.minus_sum) sums += skip;
+    result.start += skip;
+    return result;
+  }
 };
 
 // Where the integer sum of a group of unsigned 4-bit codes and activations starts: the lower 16 bits
