@@ -13,7 +13,6 @@ namespace {
 
 constexpr int64_t kAlign = 64;
 constexpr int64_t round_up(int64_t n) { return (n + kAlign - 1) / kAlign * kAlign; }
-constexpr float kMaxFactor = 32767;  // a product with it, shifted down by 15 bits, is at most 1
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 GroupResult quantize_group(const float* x, int8_t* codes) {
@@ -38,23 +37,29 @@ GroupResult quantize_group(const float* x, int8_t* codes) {
   return {amax / 127.0f, sums[0], sums[1]};
 }
 
-QuantizeFn choose() {
+struct Kernels {
+  QuantizeFn quantize;
+  RelateFn relate;
+};
+
+Kernels kernels() {
   switch (current_isa()) {
 #if defined(__x86_64__)
     case Isa::kAvx512:
-      return quantize_avx512;
+      return {quantize_avx512, relate_avx512};
     case Isa::kAvxVnni:
     case Isa::kAvx2:
-      return quantize_avx2;
+      return {quantize_avx2, relate_avx2};
 #endif
     default:
-      return quantize_portable;
+      return {quantize_portable, relate_portable};
   }
 }
 
 }  // namespace
 
 void quantize_portable(const QuantizeTask& task) { quantize_groups(task, quantize_group); }
+void relate_portable(const ActivationTile& x, int64_t groups) { relate_tile(x, groups); }
 
 void Activations::Free::operator()(uint8_t* p) const { std::free(p); }
 
@@ -89,7 +94,7 @@ ActivationTile Activations::tile(int64_t tile) const {
 
 void Activations::quantize_part(const float* x, int64_t stride, int64_t begin, int64_t end,
                                 int64_t first_group, int64_t end_group) {
-  const QuantizeFn run = choose();
+  const QuantizeFn run = kernels().quantize;
   while (begin < end) {
     const int64_t index = begin / kTileTokens;
     const int64_t stop = min64(end, (index + 1) * kTileTokens);
@@ -112,33 +117,8 @@ void Activations::quantize(const float* x, int64_t stride) {
 }
 
 void Activations::relate_scales() {
-  parallel_for(tiles(), [&](int64_t index) {
-    const ActivationTile x = tile(index);
-    for (int64_t span = 0; span < spans(); ++span) {
-      const int64_t end = min64((span + 1) * kSpan, groups_);
-      float largest[kTileTokens] = {}, total[kTileTokens] = {}, inverse[kTileTokens];
-      for (int64_t g = span * kSpan; g < end; ++g) {
-        const float* scale = x.scale + g * x.stride;
-        for (int64_t t = 0; t < x.stride; ++t) {
-          largest[t] = scale[t] > largest[t] ? scale[t] : largest[t];
-          total[t] += scale[t];  // NaN if one of them is
-        }
-      }
-      for (int64_t t = 0; t < x.stride; ++t) {
-        const float unit = largest[t] * (32768.0f / kMaxFactor);
-        inverse[t] = largest[t] > 0 ? kMaxFactor / largest[t] : 0.0f;
-        x.unit[span * x.stride + t] = total[t] == total[t] ? unit : total[t];
-      }
-      for (int64_t g = span * kSpan; g < end; ++g) {
-        const float* scale = x.scale + g * x.stride;
-        int32_t* factor = x.factor + g * x.stride;
-        for (int64_t t = 0; t < x.stride; ++t) {
-          const float value = scale[t] > 0 ? scale[t] * inverse[t] : 0.0f;
-          factor[t] = static_cast<int32_t>(value + 0.5f) * 0x10001;
-        }
-      }
-    }
-  });
+  const RelateFn run = kernels().relate;
+  parallel_for(tiles(), [&](int64_t index) { run(tile(index), groups_); });
 }
 
 }  // namespace minisgl

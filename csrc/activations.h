@@ -109,4 +109,10 @@ void quantize_portable(const QuantizeTask& task);
 void quantize_avx2(const QuantizeTask& task);
 void quantize_avx512(const QuantizeTask& task);
 
+// Factors and units of a tile.
+using RelateFn = void (*)(const ActivationTile& x, int64_t groups);
+void relate_portable(const ActivationTile& x, int64_t groups);
+void relate_avx2(const ActivationTile& x, int64_t groups);
+void relate_avx512(const ActivationTile& x, int64_t groups);
+
 }  // namespace minisgl

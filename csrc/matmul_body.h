@@ -168,9 +168,10 @@ MINISGL_INLINE void prefetch_blocks(const PanelTask& task, const Units<V, P>& un
   if (ahead >= task.panel_bytes) ahead += (kPanels - 1) * task.panel_bytes;
   for (int p = 0; p < kPanels; ++p) {
     const uint8_t* block = units.panel[p * (P / kPanels)] + ahead;
-    // A line more where panels end with units: none is left out at the seam.
-    constexpr int kBytes = T::kInfo.block_bytes() + (T::kHasUnit ? kLine : 0);
-    for (int i = 0; i < kBytes; i += kLine) __builtin_prefetch(block + i, 0, 3);
+    for (int i = 0; i < T::kInfo.block_bytes(); i += kLine) __builtin_prefetch(block + i, 0, 3);
+    if constexpr (T::kHasUnit) {  // what lies between the last block and the next panel
+      if (offset == 0) __builtin_prefetch(block - kLine, 0, 3);
+    }
   }
 }
 

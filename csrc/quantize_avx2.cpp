@@ -48,5 +48,7 @@ inline GroupResult quantize_group(const float* x, int8_t* codes) {
 
 void quantize_avx2(const QuantizeTask& task) { quantize_groups(task, quantize_group); }
 
+void relate_avx2(const ActivationTile& x, int64_t groups) { relate_tile(x, groups); }
+
 }  // namespace minisgl
 #endif

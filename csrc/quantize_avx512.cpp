@@ -137,5 +137,7 @@ void quantize_avx512(const QuantizeTask& task) {
   quantize_groups(part(0, task.groups, tokens, task.tokens - tokens), quantize_group);
 }
 
+void relate_avx512(const ActivationTile& x, int64_t groups) { relate_tile(x, groups); }
+
 }  // namespace minisgl
 #endif
