@@ -55,33 +55,40 @@ inline __attribute__((always_inline)) void quantize_groups(const QuantizeTask& t
 // A factor of 32,767 stands for 32,767 / 32,768 in a product that is shifted down by 15 bits.
 constexpr float kMaxFactor = 32767;
 
-// The loops over tokens are for the compiler to vectorise.
-inline void relate_tile(const ActivationTile& x, int64_t groups) {
+// The loops over tokens are for the compiler to vectorise, or to leave out; kTokens: the stride if
+// it is known.
+template <int64_t kTokens>
+inline void relate_tokens(const ActivationTile& x, int64_t groups) {
+  const int64_t tokens = kTokens > 0 ? kTokens : x.stride;
   for (int64_t first = 0; first < groups; first += kSpan) {
     const int64_t end = first + kSpan < groups ? first + kSpan : groups;
     float largest[kTileTokens] = {}, total[kTileTokens] = {}, inverse[kTileTokens];
     for (int64_t g = first; g < end; ++g) {
-      const float* scale = x.scale + g * x.stride;
-      for (int64_t t = 0; t < x.stride; ++t) {
+      const float* scale = x.scale + g * tokens;
+      for (int64_t t = 0; t < tokens; ++t) {
         largest[t] = scale[t] > largest[t] ? scale[t] : largest[t];
         total[t] += scale[t];  // NaN if one of them is
       }
     }
-    float* units = x.unit + first / kSpan * x.stride;
-    for (int64_t t = 0; t < x.stride; ++t) {
+    float* units = x.unit + first / kSpan * tokens;
+    for (int64_t t = 0; t < tokens; ++t) {
       const float unit = largest[t] * (32768.0f / kMaxFactor);
       inverse[t] = largest[t] > 0 ? kMaxFactor / largest[t] : 0.0f;
       units[t] = total[t] == total[t] ? unit : total[t];
     }
     for (int64_t g = first; g < end; ++g) {
-      const float* scale = x.scale + g * x.stride;
-      int32_t* factor = x.factor + g * x.stride;
-      for (int64_t t = 0; t < x.stride; ++t) {
+      const float* scale = x.scale + g * tokens;
+      int32_t* factor = x.factor + g * tokens;
+      for (int64_t t = 0; t < tokens; ++t) {
         const float value = scale[t] > 0 ? scale[t] * inverse[t] : 0.0f;
         factor[t] = static_cast<int32_t>(value + 0.5f) * 0x10001;
       }
     }
   }
+}
+
+inline void relate_tile(const ActivationTile& x, int64_t groups) {
+  x.stride == 1 ? relate_tokens<1>(x, groups) : relate_tokens<0>(x, groups);
 }
 
 }  // namespace
