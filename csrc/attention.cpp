@@ -22,7 +22,7 @@ namespace minisgl {
 namespace {
 
 constexpr int64_t kMaxTileQueries = 64;
-constexpr int64_t kMinTileQueries = 16;
+constexpr int64_t kMinTileQueries = 32;
 constexpr int64_t kTasksPerThread = 8;
 constexpr int64_t kLoadCost = 6;       // reading a key and a value, in rows computed with them
 constexpr int64_t kMinTaskCost = 2048;  // key-rows: a few microseconds
@@ -127,8 +127,13 @@ struct Planner {
     int64_t tile = max64(1, min64(kMaxTileQueries, kMaxTileRows / group));
     const int64_t wanted = target / max64(1, batch.kv_len[req] * group);
     tile = min64(tile, max64(wanted, kMinTileQueries));
-    for (int64_t t = div_up(count, tile) - 1; t >= 0; --t) {
-      add_tile(req, start, t * tile, min64(tile, count - t * tile));
+    // Every thread begins with a run of tasks (pool.h): each run goes from late tiles, which see
+    // most, to early ones, which are left for whoever is done first.
+    const int64_t runs = num_threads(), last = div_up(count, tile) - 1;
+    for (int64_t run = 0; run < runs; ++run) {
+      for (int64_t t = last - run; t >= 0; t -= runs) {
+        add_tile(req, start, t * tile, min64(tile, count - t * tile));
+      }
     }
   }
 
@@ -227,7 +232,7 @@ void paged_attention(const AttentionBatch& batch, const AttentionShape& shape, c
     };
     each_head([&] {
       const bool more = task.kv_head + 1 < unit.end_head;
-      const int64_t follower = more ? index : index + num_threads();
+      const int64_t follower = more ? index : index + 1;
       task.next_keys = 0;
       if (follower < count) {
         const Unit& next = plan.units[static_cast<size_t>(follower)];

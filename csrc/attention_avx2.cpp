@@ -103,6 +103,15 @@ struct Avx2 {
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
   }
 
+  template <int R>
+  static MINISGL_INLINE Vec sums(const Vec (&a)[R]) {
+    return one_by_one<Vec, R>(a, [](Vec x) { return sum(x); }, load);
+  }
+  template <int R>
+  static MINISGL_INLINE Vec largests(const Vec (&a)[R]) {
+    return one_by_one<Vec, R>(a, [](Vec x) { return largest(x); }, load);
+  }
+
   // The same 16 bytes of each of 2 rows, `step` rows apart.
   template <class T>
   static MINISGL_INLINE __m256i two(const T* const* rows, int64_t step, int64_t column) {

@@ -60,12 +60,36 @@ struct Avx512 {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
   }
-  static MINISGL_INLINE float largest(Vec a) {
-    const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1));
-    const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256(a), high);
-    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+
+  // Lane r: vector r folded, lane i with i + 8, then i + 4, i + 2, i + 1; two, four and eight
+  // vectors share a register as they get shorter.
+  template <int R, class Op>
+  static MINISGL_INLINE Vec fold(const Vec (&a)[R], Op op) {
+    constexpr int kPairs = (R + 1) / 2, kFours = (R + 3) / 4;
+    static_assert(R <= 8, "eight vectors fit");
+    Vec pair[kPairs], four[kFours];
+    for (int i = 0; i < kPairs; ++i) {
+      const Vec x = a[2 * i], y = a[2 * i + 1 < R ? 2 * i + 1 : 2 * i];
+      pair[i] = op(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+    }
+    for (int i = 0; i < kFours; ++i) {
+      const Vec x = pair[2 * i], y = pair[2 * i + 1 < kPairs ? 2 * i + 1 : 2 * i];
+      four[i] = op(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+    }
+    const __m512d x = _mm512_castps_pd(four[0]), y = _mm512_castps_pd(four[kFours - 1]);
+    const Vec two = op(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    const Vec one = op(two, _mm512_movehdup_ps(two));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+    return _mm512_permutexvar_ps(order, one);
+  }
+  template <int R>
+  static MINISGL_INLINE Vec sums(const Vec (&a)[R]) {
+    return fold<R>(a, add);
+  }
+  template <int R>
+  static MINISGL_INLINE Vec largests(const Vec (&a)[R]) {
+    return fold<R>(a, max);
   }
 
   // The same 16 bytes of each of 4 rows, `step` rows apart.

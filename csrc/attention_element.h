@@ -48,6 +48,14 @@ MINISGL_INLINE typename V::Vec load_turned(const typename Element<kKind>::Turned
   if constexpr (kKind == KvKind::kInt8) return V::load_int16(p);
 }
 
+// A vector whose lane r is what `fold` makes of vector r.
+template <class Vec, int R, class Fold, class Load>
+MINISGL_INLINE Vec one_by_one(const Vec (&a)[R], Fold fold, Load load) {
+  float lanes[kVecLanes] = {};
+  for (int r = 0; r < R; ++r) lanes[r] = fold(a[r]);
+  return load(lanes);
+}
+
 // A row of any length as floats, padded by zeros to whole vectors.
 template <class V, KvKind kKind>
 MINISGL_INLINE void widen_row(const typename Element<kKind>::Type* row, int64_t dim, float* out) {

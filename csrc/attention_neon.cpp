@@ -104,6 +104,15 @@ struct Neon {
     return even > odd ? even : odd;
   }
 
+  template <int R>
+  static MINISGL_INLINE Vec sums(const Vec (&a)[R]) {
+    return one_by_one<Vec, R>(a, [](Vec x) { return sum(x); }, load);
+  }
+  template <int R>
+  static MINISGL_INLINE Vec largests(const Vec (&a)[R]) {
+    return one_by_one<Vec, R>(a, [](Vec x) { return largest(x); }, load);
+  }
+
   // Eight columns of 8 rows: out[i * 64 + r] = rows[r][column + i].
   static MINISGL_INLINE void turn(const uint16_t* const* rows, int64_t column, uint16_t* out) {
     uint16x8_t z[8], y[8];

@@ -97,6 +97,15 @@ struct Portable {
     return a.lane[0];
   }
 
+  template <int R>
+  static MINISGL_INLINE Vec sums(const Vec (&a)[R]) {
+    return one_by_one<Vec, R>(a, [](Vec x) { return sum(x); }, load);
+  }
+  template <int R>
+  static MINISGL_INLINE Vec largests(const Vec (&a)[R]) {
+    return one_by_one<Vec, R>(a, [](Vec x) { return largest(x); }, load);
+  }
+
   // 16 bytes of as many rows as columns: out[i * 64 + r] = rows[r][column + i].
   template <class T>
   static void turn(const T* const* rows, int64_t column, T* out) {

@@ -101,7 +101,11 @@ template <class V>
 void load_queries(const AttentionTask& task, const Scratch& s) {
   const int64_t dim = task.shape->head_dim, group = task.group();
   const auto scale = V::broadcast(task.shape->scale * kLog2E);
+  constexpr int64_t kAhead = 4;  // queries; the next one is a stride away
   for (int64_t i = 0, row = 0; i < task.num_queries; ++i) {
+    if (i + kAhead < task.num_queries) {
+      prefetch_row(task.q + (i + kAhead) * task.q_stride, group * dim);
+    }
     for (int64_t h = 0; h < group; ++h, ++row) {
       float* out = s.queries + row * s.pad;
       widen_row<V, KvKind::kFloat32>(task.q + i * task.q_stride + h * dim, dim, out);
@@ -110,6 +114,22 @@ void load_queries(const AttentionTask& task, const Scratch& s) {
       }
     }
   }
+}
+
+// The keys of the task from position `from` on, or the first ones of what this thread does next.
+template <KvKind kKind>
+NextKeys next_keys(const AttentionTask& task, int64_t from, int64_t end) {
+  using T = typename Element<kKind>::Type;
+  const int64_t dim = task.shape->head_dim, size = static_cast<int64_t>(sizeof(T));
+  const int64_t rest = min64(end, task.end_split * kKeySplit) - from;
+  const int64_t head = rest > 0 ? task.kv_head : task.next_kv_head;
+  NextKeys next;
+  next.first = static_cast<const char*>(task.kv->k) + head * dim * size;
+  next.locations = rest > 0 ? task.locations + from : task.next_locations;
+  next.count = rest > 0 ? min64(rest, kKeyBlock) : task.next_keys;
+  next.stride = task.kv->token_stride * size;
+  next.bytes = dim * size;
+  return next;
 }
 
 template <class V, KvKind kKind, bool kPacked>
@@ -125,14 +145,8 @@ void run_split(const AttentionTask& task, const Scratch& s, int64_t split) {
     block.end = min64(high - at, kKeyBlock);
     block.full = at + kKeyBlock <= task.first_position + 1 && task.low(last) <= at;
     load_block<V, kKind, kPacked>(task, s, &block);
-    const int64_t after = min64(last + 1, task.end_split * kKeySplit) - at - kKeyBlock;
-    if (after > 0) {
-      prefetch_keys<kKind>(task, task.kv_head, task.locations + at + kKeyBlock,
-                           min64(after, kKeyBlock));
-    } else {
-      prefetch_keys<kKind>(task, task.next_kv_head, task.next_locations, task.next_keys);
-    }
-    block_all_rows<V>(task, s, block, 0);
+    const NextKeys next = next_keys<kKind>(task, at + kKeyBlock, last + 1);
+    block_all_rows<V>(task, s, block, 0, &next);
   }
 }
 
