@@ -73,8 +73,8 @@ void score_rows(const Scratch& s, const Block& block, const float* q, int64_t di
 }
 
 // out[row] = out[row] * factor[row] + sum over keys [begin, end) of weight[row][key] * value[key],
-// N vectors of columns; weights of a row are kKeyBlock apart, its columns `pad`. Fetches the keys of
-// `next` beside them.
+// N vectors of columns; weights of a row are kKeyBlock apart, its columns `pad`. The keys of `next`
+// are fetched beside them.
 template <class V, KvKind kStored, int R, int N>
 MINISGL_INLINE void value_tile(const typename Element<kStored>::Type* const* values,
                                const float* weight, int64_t begin, int64_t end, int64_t column,

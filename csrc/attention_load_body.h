@@ -1,4 +1,4 @@
-// A block of keys and values: what a task keeps of it, and how it is read; part of attention_body.h.
+// A block of keys and values: what a task keeps of it and how it is read; part of attention_body.h.
 #pragma once
 
 #include <cstring>
@@ -75,8 +75,8 @@ MINISGL_INLINE void prefetch_row(const T* row, int64_t dim) {
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
 }
 
-// Turns keys [begin, end) of the block, and neighbours: out[column * 64 + key]. Between one piece of
-// work and the next the block's values are fetched, a few at a time.
+// Turns keys [begin, end) of the block, and neighbours: out[column * 64 + key]. Between the pieces
+// of work the values of the block are fetched, a few at a time.
 template <class V, class T, class Value>
 void turn_keys(const T* const* rows, int64_t dim, int64_t begin, int64_t end, T* out,
                const Value* const* values) {
