@@ -1,8 +1,8 @@
 // Operations on rows of floats: norms, gated activations, sums, and what sampling needs.
 //
-// A row's result depends on that row alone. Sums have 16 partial sums and one fixed tree; nothing
-// uses a fused multiply-add, and exp() is our own polynomial: every instruction set gives the same
-// bits.
+// A row's result depends on that row alone. Sums have 16 partial sums and one fixed tree; exp() and
+// the reciprocal of a gate are our own, fused multiply-adds where written: every instruction set
+// gives the same bits.
 #pragma once
 
 #include <cstdint>

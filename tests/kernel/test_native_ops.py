@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf, nan
+
 import numpy as np
 import pytest
 import torch
@@ -87,6 +89,15 @@ def test_the_exponential_holds_over_its_whole_range(isa: str) -> None:
     actual = native_ops.gate_and_mul(torch.cat([gate, torch.ones_like(gate)], -1))
     wanted = F.silu(gate.double())
     assert ((actual - wanted).abs() <= 4e-7 * wanted.abs() + 1e-37).all()
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
+def test_a_gate_at_the_ends_of_what_floats_hold(kind: str) -> None:
+    gate = torch.tensor([[inf, 3e38, 1e6, 1e-40, 0.0, -0.0, -1e6, -1e30, -inf, nan]])
+    actual = native_ops.gate_and_mul(torch.cat([gate, torch.ones_like(gate)], -1), kind)[0]
+    assert torch.equal(actual[:3], gate[0, :3])
+    torch.testing.assert_close(actual[3:8], torch.tensor([5e-41, 0, 0, 0, 0]), atol=1e-7, rtol=0)
+    assert not actual[8:].isfinite().any()
 
 
 def test_not_a_number_spoils_its_own_row_only() -> None:
