@@ -80,15 +80,23 @@ MINISGL_ROW_INLINE Floats fnma(const Floats& a, const Floats& b, const Floats& c
 #endif
 }
 
-// Into [-most, most]; NaN stays NaN.
-MINISGL_ROW_INLINE Floats clamp(const Floats& x, float most) {
+// a > b ? a : b, and a < b ? a : b; of a NaN and a number the second. x86 has just that.
+MINISGL_ROW_INLINE Floats larger(const Floats& a, const Floats& b) {
 #if defined(__AVX512F__)
-  return _mm512_max_ps(splat(-most), _mm512_min_ps(splat(most), x));
+  return _mm512_max_ps(a, b);
 #elif defined(__AVX__)
-  return _mm256_max_ps(splat(-most), _mm256_min_ps(splat(most), x));
+  return _mm256_max_ps(a, b);
 #else
-  const Floats low = x > most ? splat(most) : x;
-  return low < -most ? splat(-most) : low;
+  return a > b ? a : b;
+#endif
+}
+MINISGL_ROW_INLINE Floats smaller(const Floats& a, const Floats& b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#elif defined(__AVX__)
+  return _mm256_min_ps(a, b);
+#else
+  return a < b ? a : b;
 #endif
 }
 
@@ -106,7 +114,7 @@ MINISGL_ROW_INLINE Floats of_bits(const Ints& bits) {
 // c + exp(-x); x saturates at 87 of either sign, NaN stays NaN. -x = n * log(2) - r, and exp(-r) is
 // a minimax polynomial, relative error 3e-9; log(2) as one float adds 2e-9 for each n.
 MINISGL_ROW_INLINE Floats add_decay(const Floats& c, const Floats& value) {
-  const Floats x = clamp(value, 87.0f);
+  const Floats x = larger(splat(-87.0f), smaller(splat(87.0f), value));
   // 1.5 * 2^23 + 127: the low bits of the sum hold the integer n and the bias of an exponent.
   const Floats magic = splat(12583039.0f);
   const Floats shifted = fnma(x, splat(1.44269504f), magic);
@@ -223,48 +231,53 @@ void add(float* x, const float* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] += y[i];
 }
 
-// The largest of 16 * steps elements, NaNs left out; `nan` gathers where there were any.
-MINISGL_ROW_INLINE float largest_of(const float* x, int64_t steps, Ints (&nan)[kRegisters]) {
-  Floats best[kRegisters];
-  for (int r = 0; r < kRegisters; ++r) best[r] = splat(-INFINITY);
-  for (int64_t i = 0; i < steps; ++i, x += kSums) {
-    for (int r = 0; r < kRegisters; ++r) {
-      const Floats value = load(x + r * kWidth);
-      best[r] = value > best[r] ? value : best[r];
-      nan[r] |= value != value;
+// What arg_max looks through at once, and again for the index.
+constexpr int kSection = 512;
+
+// The largest of a section, NaNs left out. `total` becomes NaN if there was one, and also where
+// infinities of both signs meet.
+MINISGL_ROW_INLINE float largest_of(const float* x, Floats* total) {
+  constexpr int kChains = 4;
+  Floats best[kChains], sums[kChains];
+  for (int c = 0; c < kChains; ++c) best[c] = sums[c] = load(x + c * kWidth);
+  for (int c = 0; c < kChains; ++c) best[c] = larger(best[c], splat(-INFINITY));
+  for (int i = kChains * kWidth; i < kSection; i += kChains * kWidth) {
+    for (int c = 0; c < kChains; ++c) {
+      const Floats value = load(x + i + c * kWidth);
+      best[c] = larger(value, best[c]);
+      sums[c] += value;
     }
   }
-  float lane[kSums];
-  std::memcpy(lane, best, sizeof(lane));
-  for (int half = kSums / 2; half > 0; half /= 2) {
+  *total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  best[0] = larger(larger(best[0], best[1]), larger(best[2], best[3]));
+  float lane[kWidth];
+  store(lane, best[0]);
+  for (int half = kWidth / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) lane[i] = lane[i + half] > lane[i] ? lane[i + half] : lane[i];
   }
   return lane[0];
 }
 
 ArgMax arg_max(const float* x, int64_t n) {
-  constexpr int64_t kSteps = 32, kSection = kSteps * kSums;  // looked through again for the index
-  Ints nan[kRegisters] = {};
-  float top = -INFINITY;
+  Floats totals = {};
+  float top = -INFINITY, total = 0.0f;
   int64_t section = 0, i = 0;
   for (; i + kSection <= n; i += kSection) {
-    const float value = largest_of(x + i, kSteps, nan);
+    const float value = largest_of(x + i, &totals);
     if (value > top) {
       top = value;
       section = i;
     }
   }
-  int32_t is_nan[kSums];
-  std::memcpy(is_nan, nan, sizeof(is_nan));
-  for (int lane = 1; lane < kSums; ++lane) is_nan[0] |= is_nan[lane];
+  for (int lane = 0; lane < kWidth; ++lane) total += totals[lane];
   for (; i < n; ++i) {
-    is_nan[0] |= x[i] != x[i];
+    total += x[i];
     if (x[i] > top) {
       top = x[i];
       section = i;
     }
   }
-  if (is_nan[0]) {
+  if (total != total) {
     for (int64_t at = 0; at < n; ++at) {
       if (x[at] != x[at]) return {x[at], at};
     }
@@ -301,7 +314,7 @@ void lane_maxima(const float* x, int64_t sections, int64_t steps, float* out) {
     for (int64_t i = 0; i < steps; ++i, x += kSums) {
       for (int r = 0; r < kRegisters; ++r) {
         const Floats value = load(x + r * kWidth);
-        best[r] = value > best[r] ? value : best[r];
+        best[r] = larger(value, best[r]);
       }
     }
     for (int r = 0; r < kRegisters; ++r) store(out + r * kWidth, best[r]);
