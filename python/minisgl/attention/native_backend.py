@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl.core import Batch, Context, Spans
+from minisgl.core import Batch, Context
 from minisgl.kernel import native, native_attention
 from minisgl.kernel.native_attention import KVTensors, PagedBatch, PageTable
 from minisgl.kvcache import BaseKVCachePool
@@ -44,10 +44,15 @@ class NativeAttnBackend(BaseAttnBackend):
 
     def prepare_metadata(self, batch: Batch) -> None:
         """Copy the rows of the page table; `IndexError` if they point outside of the pool."""
-        rows, starts, ends, _ = batch.spans or Spans.of(batch.padded_reqs)
+        reqs = batch.padded_reqs
         if self._table is None or self._table.tensor is not self._ctx.page_table:
             self._table = PageTable(self._ctx.page_table)
-        paged = self._table.snapshot(rows, ends - starts, ends, self._layer(0).pool[-1])
+        paged = self._table.snapshot(
+            [req.table_idx for req in reqs],
+            [req.extend_len for req in reqs],
+            [req.device_len for req in reqs],
+            self._layer(0).pool[-1],
+        )
         batch.attn_metadata = NativeAttnMetadata(paged)
 
     def forward(

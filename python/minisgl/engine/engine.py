@@ -296,8 +296,6 @@ class Engine:
         plan, last = args.logprobs, logits
         if plan is not None and plan.last is not None:
             last = logits.index_select(0, plan.last)
-        elif logits.shape[0] > batch.size:
-            last = logits[: batch.size]
         tokens = self.sampler.sample(last, args)
         on_host = tokens
         if isinstance(tokens, torch.Tensor) and not tokens.is_cpu:

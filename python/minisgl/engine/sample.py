@@ -27,7 +27,7 @@ MIN_TEMPERATURE = 1e-5
 _MASK64 = (1 << 64) - 1
 
 Tokens = torch.Tensor | np.ndarray[Any, Any]
-Draw = tuple[float, int, float, float, float]
+Draw = native_ops.Draw
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Sampler:
         self.vocab_size = vocab_size
         self._random = Random(generator_seed)
         self._is_native = self.device.type == "cpu" and native.available()
+        self._last_rows: native_ops.LogitRows | None = None
         self.processors = LogitsProcessors(vocab_size, self.device)
 
     def prepare(self, batch: Batch) -> BatchSamplingArgs:
@@ -92,15 +93,23 @@ class Sampler:
             logits = torch.from_numpy(logits.numpy().copy()) if self._is_native else logits.clone()
             for row, state in args.processors:
                 state.apply(logits[row])
-        draws = [(*limits, uniform) for limits, uniform in zip(args.filters, self._uniform(args))]
+        draws: list[Draw] = []
+        if args.filters:
+            uniform = self._uniform(args)
+            draws = [(*limits, number) for limits, number in zip(args.filters, uniform)]
         if self._is_native:
-            chosen = native_ops.choose_tokens(logits.contiguous(), draws)
-            tokens: Tokens = np.array(chosen, dtype=np.int32)
+            tokens: Tokens = np.array(self._rows(logits).choose_tokens(draws), dtype=np.int32)
         else:
             tokens = choose_tokens(logits, draws)
         for row, state in args.processors:
             state.update(torch.as_tensor(tokens[row : row + 1]))
         return tokens
+
+    def _rows(self, logits: torch.Tensor) -> native_ops.LogitRows:
+        """A program gives the same tensor step after step, which is checked once."""
+        if self._last_rows is None or self._last_rows.source is not logits:
+            self._last_rows = native_ops.LogitRows(logits)
+        return self._last_rows
 
     def _uniform(self, args: BatchSamplingArgs) -> list[float]:
         """One number in [0, 1) for each row of a batch that is not greedy throughout."""

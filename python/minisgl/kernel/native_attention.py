@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -157,9 +158,9 @@ class PageTable:
 
     def snapshot(
         self,
-        rows: Sequence[int] | np.ndarray,
-        query_lens: Sequence[int] | np.ndarray,
-        kv_lens: Sequence[int] | np.ndarray,
+        rows: Sequence[int],
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
         num_locations: int,
     ) -> PagedBatch:
         """A copy of some rows, as far as each is used.
@@ -169,14 +170,12 @@ class PageTable:
         n = len(kv_lens)
         if len(rows) != n or len(query_lens) != n:
             raise ValueError(f"{len(rows)} rows and {len(query_lens)} counts, {n} lengths")
-        longest = int(np.maximum.reduce(kv_lens, initial=0))
+        longest = max(kv_lens, default=0)
         if longest > self.width:
             raise IndexError(f"a request of {longest} tokens, a page table of {self.width}")
         ints = np.empty(3 * n + 1 + n * longest, np.int32)
-        ints[0] = 0
-        np.add.accumulate(query_lens, dtype=np.int32, out=ints[1 : n + 1])
-        ints[n + 1 : 2 * n + 1] = kv_lens
-        ints[2 * n + 1 : 3 * n + 1] = rows
+        # Lists: for few requests they cost less than as many operators of numpy.
+        ints[: 3 * n + 1] = [0, *accumulate(query_lens), *kv_lens, *rows]
         batch = PagedBatch(ints, n, longest)
         _, _, lengths, to, _ = batch.addresses
         native.load().snapshot_rows(

@@ -15,6 +15,8 @@ from .native import load
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
+Draw = tuple[float, int, float, float, float]  # temperature, top_k, top_p, min_p, one of [0, 1)
+
 
 def float_rows(name: str, x: torch.Tensor, width: int | None = None) -> torch.Tensor:
     """`x` if it is a contiguous float32 CPU tensor (..., width); `TypeError`, `ValueError` else."""
@@ -22,9 +24,10 @@ def float_rows(name: str, x: torch.Tensor, width: int | None = None) -> torch.Te
         raise TypeError(f"{name} must be a tensor, not {type(x).__name__}")
     if x.dtype is not torch.float32 or not x.is_cpu:
         raise TypeError(f"{name} must be float32 on the CPU, not {x.dtype} on {x.device}")
-    if x.dim() < 1 or x.shape[-1] < 1 or (width is not None and x.shape[-1] != width):
+    shape = x.shape
+    if not shape or shape[-1] < 1 or (width is not None and shape[-1] != width):
         wanted = "at least 1" if width is None else width
-        raise ValueError(f"{name} must have rows of {wanted}, its shape is {tuple(x.shape)}")
+        raise ValueError(f"{name} must have rows of {wanted}, its shape is {tuple(shape)}")
     if not x.is_contiguous():
         raise ValueError(f"{name} must be contiguous, its strides are {x.stride()}")
     return x
@@ -94,16 +97,30 @@ def argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, indices
 
 
-def choose_tokens(
-    logits: torch.Tensor, draws: Sequence[tuple[float, int, float, float, float]] = ()
-) -> list[int]:
-    """A token for each row, -1 where its maximum is not finite; csrc/sample.h says how.
+class LogitRows:
+    """Logits to choose from, float32 `(rows, vocabulary)`, checked once.
 
-    draws: (temperature, top_k, top_p, min_p, a number in [0, 1)) of each row; none: all greedy.
+    source: what they were made of; what is written to it later counts.
     """
-    rows, width = _logits(logits).shape
-    tokens: list[int] = load().choose_tokens(logits.data_ptr(), rows, width, width, draws)
-    return tokens
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.source = source
+        self._logits = _logits(source.contiguous())
+        rows, width = self._logits.shape
+        self._native = (self._logits.data_ptr(), rows, width, width)
+
+    def choose_tokens(self, draws: Sequence[Draw] = ()) -> list[int]:
+        """A token for each row, -1 where its maximum is not finite; csrc/sample.h says how.
+
+        draws: one for each row; none: all greedy.
+        """
+        tokens: list[int] = load().choose_tokens(*self._native, draws)
+        return tokens
+
+
+def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw] = ()) -> list[int]:
+    """`LogitRows.choose_tokens` of logits that are used once."""
+    return LogitRows(logits).choose_tokens(draws)
 
 
 def softmax_stats(

@@ -23,7 +23,6 @@ from minisgl.message import AbortBackendMsg, BaseBackendMsg, DetokenizeMsg, User
 from minisgl.models import load_model_config
 from minisgl.params import (
     ConfigError,
-    FinishReason,
     InvalidRequestError,
     MessageError,
     SamplingParams,
@@ -260,7 +259,7 @@ class LLM(Scheduler):
             if answer is None or answer.finish_reason is not None:
                 continue
             self._events.append(answer.take(reply))
-            if answer.finish_reason is FinishReason.STOP and not reply.finished:
+            if answer.finish_reason is not None and not reply.finished:
                 self._inbox.append(AbortBackendMsg(reply.uid))
 
     def __enter__(self) -> LLM:

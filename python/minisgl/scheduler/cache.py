@@ -7,8 +7,8 @@ is a token's slot; page `p` starts at location `p * page_size`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class CacheManager:
         self.spill = spill
         self._free_list = _FreeList(num_pages, page_size, self.device)
         self._owners: dict[int, tuple[Req, int]] = {}  # row -> request, pages its row covers
-        self._held_back: list[torch.Tensor] | None = None
+        self._lazy_frees = _LazyFrees(self._free_list)
 
     @property
     def free_slots(self) -> torch.Tensor:
@@ -222,17 +222,9 @@ class CacheManager:
             self.unlock(req.cache_handle)
             req.cache_handle = None
 
-    @contextmanager
-    def lazy_free_region(self) -> Iterator[None]:
+    def lazy_free_region(self) -> AbstractContextManager[None]:
         """Inside, frees are collected; they are appended at once at the end."""
-        assert self._held_back is None, "lazy_free_region cannot be nested"
-        self._held_back = []
-        try:
-            yield
-        finally:
-            held_back, self._held_back = self._held_back, None
-            if held_back:
-                self._free_list.push(torch.cat(held_back))
+        return self._lazy_frees
 
     def flush(self) -> int:
         """Forget every cached prefix that no request uses, the second tier too; pages freed."""
@@ -298,9 +290,10 @@ class CacheManager:
 
     def _allocate(self, needed_pages: int) -> torch.Tensor:
         """First locations of `needed_pages` pages, int32, evicting if need be; all or nothing."""
-        return to_tensor(self._take(needed_pages))
+        return to_tensor(self._take(needed_pages)).clone()
 
     def _take(self, needed_pages: int) -> Ints:
+        """The same, valid until pages are freed."""
         missing_pages = needed_pages - len(self._free_list)
         if missing_pages > 0:
             keep = None if self.spill is None else self.spill.store
@@ -313,10 +306,10 @@ class CacheManager:
         if len(indices) == 0:
             return
         heads = indices[:: self.page_size]
-        if self._held_back is None:
+        if self._lazy_frees.pages is None:
             self._free_list.push(heads)
         else:
-            self._held_back.append(heads.clone())
+            self._lazy_frees.pages.append(heads.clone())
 
     def _page_to_token(self, pages: torch.Tensor) -> torch.Tensor:
         """The locations of all tokens of pages that are named by their first location."""
@@ -365,10 +358,27 @@ class _FreeList:
         self._end += len(pages)
 
     def pop(self, num_pages: int) -> Ints:
-        """Take pages from the front; a copy."""
+        """Take pages from the front; a view that is valid until the next push."""
         assert num_pages <= len(self), f"{num_pages} pages wanted, {len(self)} free"
         start, self._start = self._start, self._start + num_pages
-        return self._cells[start : self._start] + 0  # the sum is a copy
+        return self._cells[start : self._start]
+
+
+class _LazyFrees(AbstractContextManager[None]):
+    """Collects what is freed inside, without a generator for each step. pages: None outside."""
+
+    def __init__(self, free_list: _FreeList) -> None:
+        self._free_list = free_list
+        self.pages: list[torch.Tensor] | None = None
+
+    def __enter__(self) -> None:
+        assert self.pages is None, "lazy_free_region cannot be nested"
+        self.pages = []
+
+    def __exit__(self, *_: object) -> None:
+        pages, self.pages = self.pages, None
+        if pages:
+            self._free_list.push(torch.cat(pages))
 
 
 def _write_page_table(

@@ -36,10 +36,11 @@ class DecodeManager:
 
     def filter_reqs(self, reqs: Collection[Req]) -> None:
         """After a forward: take in those of `reqs` that go on, drop those that cannot."""
-        done = [req for req in reqs if not req.can_decode]
-        self._running.update(reqs)
-        for req in done:
-            self._running.discard(req)
+        for req in reqs:
+            if req.can_decode:
+                self._running.add(req)
+            else:
+                self._running.discard(req)
 
     def remove_req(self, req: Req) -> None:
         """Drop `req` if it is running."""

@@ -90,7 +90,7 @@ def clamped(tokens: torch.Tensor | Ints) -> Any:
     """What to write for sampled tokens, 0 for a row without one, which has -1."""
     if isinstance(tokens, torch.Tensor) and not tokens.is_cpu:
         return tokens.clamp(min=0)
-    return np.maximum(cells(tokens), 0)
+    return [token if token > 0 else 0 for token in tokens.tolist()]
 
 
 class ForwardInput(NamedTuple):

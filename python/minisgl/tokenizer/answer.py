@@ -16,6 +16,9 @@ from .decoder import IncrementalDecoder, TokenBytes
 from .stop import StopStringFilter
 
 
+WITHOUT_TOKEN = (FinishReason.STOP, FinishReason.ERROR)
+
+
 class GrowingAnswer:
     """Turns the tokens of request `uid` into replies.
 
@@ -60,9 +63,10 @@ class GrowingAnswer:
         if msg.num_prompt_tokens and not self._num_prompt:
             self._num_prompt, self._num_cached = msg.num_prompt_tokens, msg.num_cached_tokens
         reply, self._held = self._held or self._new_reply(), None
-        reply.prompt_logprobs += map(self._bytes.named, msg.prompt_logprobs)
+        if msg.prompt_logprobs:
+            reply.prompt_logprobs += map(self._bytes.named, msg.prompt_logprobs)
         text = ""
-        if msg.finish_reason not in (FinishReason.STOP, FinishReason.ERROR):
+        if msg.finish_reason not in WITHOUT_TOKEN:
             reply.token_ids.append(msg.next_token)
             if msg.logprobs is not None:
                 reply.logprobs.append(self._bytes.named(msg.logprobs))
