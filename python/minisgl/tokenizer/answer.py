@@ -15,7 +15,6 @@ from minisgl.params import FinishReason
 from .decoder import IncrementalDecoder, TokenBytes
 from .stop import StopStringFilter
 
-
 WITHOUT_TOKEN = (FinishReason.STOP, FinishReason.ERROR)
 
 

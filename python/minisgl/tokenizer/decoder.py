@@ -82,6 +82,7 @@ class _TokenTable:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.kind, self.strip_first = self._kind(backend)
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     @staticmethod
     def of(backend: Any) -> _TokenTable:
@@ -123,6 +124,15 @@ class _TokenTable:
             self._bytes[token_id] = found
         return found
 
+    def text_of(self, token_id: int) -> str | None:
+        """The text of a byte-level token; None if it is not whole characters."""
+        if token_id not in self._texts:
+            try:
+                self._texts[token_id] = self.bytes_of(token_id).decode()
+            except UnicodeDecodeError:
+                self._texts[token_id] = None
+        return self._texts[token_id]
+
 
 _last_table: _TokenTable | None = None
 
@@ -134,11 +144,16 @@ class _BytePieces:
         self._table = table
         self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between = True  # characters
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped:
             return ""
-        return self._utf8.decode(self._table.bytes_of(token_id))
+        if self._is_between and (text := self._table.text_of(token_id)) is not None:
+            return text
+        text = self._utf8.decode(self._table.bytes_of(token_id))
+        self._is_between = not self._utf8.getstate()[0]
+        return text
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
