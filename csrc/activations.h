@@ -25,15 +25,18 @@ constexpr int kTileTokens = 32;
 constexpr int kTokenBlock = 16;
 
 // Sums of codes: of a whole group, and of its halves for weights that have a scale per 16 columns.
+// They are stored times what 8-bit and 6-bit weight codes are offset by.
 enum CodeSum : int { kWholeSum = 0, kLowSum, kHighSum };
 constexpr int kNumCodeSums = 3;
+constexpr int kWholeOffsetBits = 7, kHalfOffsetBits = 5;
+constexpr int offset_bits(int sum) { return sum == kWholeSum ? kWholeOffsetBits : kHalfOffsetBits; }
 
 // Pointers to the start of one tile; `stride` is its number of tokens.
 struct ActivationTile {
   int8_t* codes;                     // [group][token][32]
   float* scale;                      // [group][token]
   float* scaled_sum;                 // [group][token]: scale times the sum of the codes
-  int32_t* minus_sum[kNumCodeSums];  // [group][token]: minus the sum of the codes
+  int32_t* minus_sum[kNumCodeSums];  // [group][token]: minus the sum of the codes, times an offset
   int32_t* start;                    // [group][token]: see `sum_start`
   int32_t* factor;                   // [group][token]: twice the factor, in both halves
   float* unit;                       // [span][token]

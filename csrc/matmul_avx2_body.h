@@ -48,8 +48,8 @@ struct Avx2 {
   static MINISGL_INLINE Int zero() { return _mm256_setzero_si256(); }
   static MINISGL_INLINE Int broadcast(const int32_t* p) { return _mm256_set1_epi32(*p); }
   template <int kBits>
-  static MINISGL_INLINE Int shift_left(Int a) {
-    return _mm256_slli_epi32(a, kBits);
+  static MINISGL_INLINE Int shift_right(Int a) {
+    return _mm256_srai_epi32(a, kBits);
   }
   static MINISGL_INLINE Int prepare8(Int codes) {
     if constexpr (kVnni) return codes;

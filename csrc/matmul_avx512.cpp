@@ -32,8 +32,8 @@ struct Avx512 {
   static MINISGL_INLINE Int zero() { return _mm512_setzero_si512(); }
   static MINISGL_INLINE Int broadcast(const int32_t* p) { return _mm512_set1_epi32(*p); }
   template <int kBits>
-  static MINISGL_INLINE Int shift_left(Int a) {
-    return _mm512_slli_epi32(a, kBits);
+  static MINISGL_INLINE Int shift_right(Int a) {
+    return _mm512_srai_epi32(a, kBits);
   }
   static MINISGL_INLINE Int prepare8(Int codes) { return codes; }
   static MINISGL_INLINE Int low_nibbles(Int a) {

@@ -23,8 +23,9 @@ struct Traits {
   static constexpr bool kHasMin = kInfo.has_min;
   static constexpr bool kHasUnit = kInfo.has_unit;
   static constexpr int kSum = kParts == 1 ? kWholeSum : kLowSum;  // of the first part
-  static constexpr int kOffsetBits = kBits == 8 ? 7 : kBits - 1;
-  static_assert(kHasMin || kInfo.offset == 1 << kOffsetBits);
+  // By how much the stored sum is to be shifted down: its offset may be larger than the format's.
+  static constexpr int kShift = offset_bits(kSum) - (kBits - 1);
+  static_assert(kHasMin || kHasUnit || kInfo.offset << kShift == 1 << offset_bits(kSum));
   static_assert(!kHasUnit || (kBits == 4 && kInfo.offset == 8));  // see `sum_start`
 };
 
@@ -93,7 +94,7 @@ MINISGL_INLINE void accumulate(const Block<V, T> (&block)[P], const ActivationTi
       typename V::Int start = V::zero();
       if constexpr (!T::kHasMin && V::template kNeedsCorrection<T::kBits>) {
         start = V::broadcast(x.minus_sum[T::kSum + part] + index + u);
-        start = V::template shift_left<T::kOffsetBits>(start);
+        if constexpr (T::kShift > 0) start = V::template shift_right<T::kShift>(start);
       }
       for (int p = 0; p < P; ++p) sum[p][u] = start;
     }

@@ -37,8 +37,8 @@ struct Neon {
   static MINISGL_INLINE Int zero() { return vdupq_n_s32(0); }
   static MINISGL_INLINE Int broadcast(const int32_t* p) { return vld1q_dup_s32(p); }
   template <int kBits>
-  static MINISGL_INLINE Int shift_left(Int a) {
-    return vshlq_n_s32(a, kBits);
+  static MINISGL_INLINE Int shift_right(Int a) {
+    return vshrq_n_s32(a, kBits);
   }
   static MINISGL_INLINE Int prepare8(Int codes) {
     return vreinterpretq_s32_u8(veorq_u8(vreinterpretq_u8_s32(codes), vdupq_n_u8(0x80)));

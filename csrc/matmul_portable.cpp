@@ -70,8 +70,8 @@ struct Portable {
     return a;
   }
   template <int kBits>
-  static Int shift_left(Int a) {
-    for (int i = 0; i < 4; ++i) a.word[i] *= 1 << kBits;
+  static Int shift_right(Int a) {
+    for (int i = 0; i < 4; ++i) a.word[i] >>= kBits;
     return a;
   }
   static Int prepare8(Int codes) { return codes; }

@@ -100,13 +100,18 @@ inline bool quantize_block(const float* x, int64_t stride, const ActivationTile&
   const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(4));
   const __m512i low = _mm512_permutex2var_epi32(early, lower, late);
   const __m512i high = _mm512_permutex2var_epi32(early, upper, late);
-  const __m512i sum = _mm512_add_epi32(low, high), zero = _mm512_setzero_si512();
+  const __m512i sum = _mm512_add_epi32(low, high);
   const __m512 scale = _mm512_div_ps(amax, _mm512_set1_ps(127.0f));
   _mm512_storeu_ps(out.scale, scale);
   _mm512_storeu_ps(out.scaled_sum, _mm512_mul_ps(scale, _mm512_cvtepi32_ps(sum)));
-  _mm512_storeu_si512(out.minus_sum[kWholeSum], _mm512_sub_epi32(zero, sum));
-  _mm512_storeu_si512(out.minus_sum[kLowSum], _mm512_sub_epi32(zero, low));
-  _mm512_storeu_si512(out.minus_sum[kHighSum], _mm512_sub_epi32(zero, high));
+  const auto store_minus = [&](CodeSum which, __m512i value) {
+    const __m512i minus = _mm512_sub_epi32(_mm512_setzero_si512(), value);
+    const __m128i bits = _mm_cvtsi32_si128(offset_bits(which));
+    _mm512_storeu_si512(out.minus_sum[which], _mm512_sll_epi32(minus, bits));
+  };
+  store_minus(kWholeSum, sum);
+  store_minus(kLowSum, low);
+  store_minus(kHighSum, high);
   _mm512_storeu_si512(out.start, _mm512_mullo_epi32(sum, _mm512_set1_epi32(sum_start(1))));
   return true;
 }

@@ -44,9 +44,9 @@ inline __attribute__((always_inline)) void quantize_groups(const QuantizeTask& t
       const int32_t sum = r.low_sum + r.high_sum;
       out.scale[at] = r.scale;
       out.scaled_sum[at] = r.scale * static_cast<float>(sum);
-      out.minus_sum[kWholeSum][at] = -sum;
-      out.minus_sum[kLowSum][at] = -r.low_sum;
-      out.minus_sum[kHighSum][at] = -r.high_sum;
+      out.minus_sum[kWholeSum][at] = -sum * (1 << kWholeOffsetBits);
+      out.minus_sum[kLowSum][at] = -r.low_sum * (1 << kHalfOffsetBits);
+      out.minus_sum[kHighSum][at] = -r.high_sum * (1 << kHalfOffsetBits);
       out.start[at] = sum_start(sum);
     }
   }
