@@ -64,8 +64,8 @@ class PackedWeight(Weight):
     def from_gguf(cls, raw: np.ndarray, ggml_type: int, shape: tuple[int, int]) -> PackedWeight:
         """Repack the uint8 bytes of a GGUF tensor of `shape` (out, in).
 
-        Codes are those of the file, and so are scales, rounded with 4 bits to 12 bits or more of the
-        largest in their row (docs/kernels.md).
+        Codes and scales are those of the file; scales of 4-bit codes are rounded to 12 bits or more
+        of the largest in their row (docs/kernels.md).
 
         `ValueError` for a type outside `GGUF_FORMATS` or a size that does not fit the shape.
         """
