@@ -100,6 +100,17 @@ def test_the_callers_parameters_are_never_changed() -> None:
     assert params == before
 
 
+@pytest.mark.parametrize(
+    "width", [VOCAB_SIZE, VOCAB_SIZE + 3], ids=["contiguous", "part of wider rows"]
+)
+def test_a_tensor_that_is_written_again_is_read_again(width: int) -> None:
+    sampler, args = Sampler(CPU, VOCAB_SIZE), BatchSamplingArgs(temperatures=None)
+    logits = torch.zeros(3, width)[:, :VOCAB_SIZE]
+    for token in (1, 4, 2):
+        logits.zero_()[:, token] = 1
+        assert sampler.sample(logits, args).tolist() == [token] * 3
+
+
 def test_the_logits_of_the_caller_are_not_changed() -> None:
     sampler = Sampler(CPU, VOCAB_SIZE)
     batch = Batch([request(SamplingParams(temperature=0.7, logit_bias={3: 50.0}))], "decode")

@@ -106,9 +106,12 @@ class Sampler:
         return tokens
 
     def _rows(self, logits: torch.Tensor) -> native_ops.LogitRows:
-        """A program gives the same tensor step after step, which is checked once."""
+        """A program gives the same tensor step after step, which is checked once.
+
+        One that has to be copied to be contiguous is copied each time.
+        """
         if self._last_rows is None or self._last_rows.source is not logits:
-            self._last_rows = native_ops.LogitRows(logits)
+            self._last_rows = native_ops.LogitRows(logits.contiguous())
         return self._last_rows
 
     def _uniform(self, args: BatchSamplingArgs) -> list[float]:

@@ -105,9 +105,8 @@ class LogitRows:
 
     def __init__(self, source: torch.Tensor) -> None:
         self.source = source
-        self._logits = _logits(source.contiguous())
-        rows, width = self._logits.shape
-        self._native = (self._logits.data_ptr(), rows, width, width)
+        rows, width = _logits(source).shape
+        self._native = (source.data_ptr(), rows, width, width)
 
     def choose_tokens(self, draws: Sequence[Draw] = ()) -> list[int]:
         """A token for each row, -1 where its maximum is not finite; csrc/sample.h says how.
