@@ -71,8 +71,9 @@ void check_packed(Family& family, const std::string& what, const Floats& product
 }
 
 void test_packed(Family& family, Random& random, Format format, int64_t tokens) {
-  const int64_t columns = random.between(1, 200), x_stride = columns + random.between(0, 3);
-  const int64_t gap = random.between(0, 3);
+  // Within a span of groups, and over several, the last one whole or not.
+  const int64_t columns = random.between(1, random.one_in(2) ? 3 * kSpan * kGroup : 200);
+  const int64_t x_stride = columns + random.between(0, 3), gap = random.between(0, 3);
   const bool odd = random.one_in(4), extreme = !odd && random.one_in(4);
   std::vector<PackedWeight> weights;
   for (int64_t i = random.between(0, 2); i >= 0; --i) {
