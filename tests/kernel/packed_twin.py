@@ -54,7 +54,8 @@ def _groups(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Codes `(tokens, groups, 32)` and float32 scales `(tokens, groups)`."""
     groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).reshape(x.shape[0], -1, GROUP)
     amax = groups.abs().amax(-1, keepdim=True)
-    codes = torch.round(groups * torch.where(amax > 0, 127 / amax, 0))
+    inverse = torch.full_like(amax, 127) / amax  # of a plain 127 torch takes the reciprocal
+    codes = torch.round(groups * torch.where(amax > 0, inverse, 0))
     return codes.numpy().astype(np.int64), (amax / 127)[..., 0].numpy()
 
 
