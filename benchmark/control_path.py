@@ -62,7 +62,6 @@ class Output(NamedTuple):
     next_tokens_gpu: np.ndarray[Any, Any]
     next_tokens_cpu: np.ndarray[Any, Any]
     copy_done_event: Event
-    logprobs: None = None
 
 
 class Engine:

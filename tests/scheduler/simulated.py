@@ -34,7 +34,6 @@ class SimOutput(NamedTuple):
     next_tokens_gpu: torch.Tensor
     next_tokens_cpu: torch.Tensor
     copy_done_event: SimEvent
-    logprobs: None = None
 
 
 class SimEngine:

@@ -40,7 +40,6 @@ class Output:
     next_tokens_gpu: np.ndarray
     next_tokens_cpu: np.ndarray
     copy_done_event: Any
-    logprobs: None = None
 
 
 class _Now:

@@ -89,7 +89,6 @@ class SimOutput:
     next_tokens_gpu: torch.Tensor
     next_tokens_cpu: torch.Tensor
     copy_done_event: SimEvent
-    logprobs: None = None
 
 
 @dataclass

@@ -372,7 +372,6 @@ class Scheduler:
         if last_data is None:
             return
         batch, output = last_data[0].batch, last_data[1]
-        has_logprobs = output.logprobs is not None
         output.copy_done_event.synchronize()
         tokens = output.next_tokens_cpu.tolist()
         with self.cache_manager.lazy_free_region():
@@ -383,13 +382,15 @@ class Scheduler:
                 if req.finish_reason is not None:
                     self._release_if_drained(req)
                     continue
+                params = req.sampling_params
+                has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
                 if has_logprobs:
                     self._note_prompt_logprobs(req, output, i)
                 if req.is_sampled:
                     self._accept_token(req, token)
                     if has_logprobs:
                         self._tell_logprobs(req, output, i)
-                    if req.sampling_params.constraint is not None:
+                    if params.constraint is not None:
                         self._end_if_complete(req)
                 elif self.prefill_manager.min_shared and not req.has_bad_kv:
                     self.cache_manager.cache_chunk(req)
