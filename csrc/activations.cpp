@@ -69,7 +69,7 @@ Activations::Activations(int64_t tokens, int64_t columns)
   plane_ = round_up(tokens_ * groups_ * 4);
   unit_offset_ = scale_offset_ + (4 + kNumCodeSums) * plane_;
   const int64_t total = unit_offset_ + round_up(tokens_ * spans() * 4);
-  memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(kAlign, total + kAlign)));
+  memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(kAlign, total + round_up(kSpareTokens * kGroup))));
   if (!memory_) throw std::bad_alloc();
 }
 

@@ -20,6 +20,8 @@
 namespace minisgl {
 
 constexpr int kTileTokens = 32;
+// A kernel may read this many tokens' worth behind the end of a tile, without using it.
+constexpr int kSpareTokens = 4;
 // Threads share out tokens by 16, the floats of a cache line: two threads that write into the same
 // line wait for each other at every group.
 constexpr int kTokenBlock = 16;

@@ -237,25 +237,24 @@ void run_few(const PanelTask& task, int64_t first) {
 }
 
 // What the tokens of a larger tile have gathered: [token][sub-block][lane].
-template <class V, int P>
+template <class V, int P, int U>
 struct Sums {
-  alignas(64) float all[kTileTokens * P * V::kLanes];
-  alignas(64) int32_t span[kTileTokens * P * V::kLanes];  // of the current span, with a unit
+  static constexpr int kTokens = (kTileTokens + U - 1) / U * U;
+  alignas(64) float all[kTokens * P * V::kLanes];
+  alignas(64) int32_t span[kTokens * P * V::kLanes];  // of the current span, with a unit
 
   static MINISGL_INLINE int64_t at(int64_t t, int p) { return (t * P + p) * V::kLanes; }
 };
 
-// Tokens t .. t + U - 1. kFirst, kLast: whether the group begins and ends a span.
-template <class V, class T, int P, int U, bool kFirst, bool kLast>
+// One group for tokens t .. t + U - 1. kLast: it ends a span, whose sums are then 0 again.
+template <class V, class T, int P, int U, bool kLast>
 MINISGL_INLINE void run_step(const Block<V, T> (&block)[P], const ActivationTile& x, int64_t g,
-                             int64_t t, Sums<V, P>* sums) {
+                             int64_t t, Sums<V, P, U>* sums) {
   const int64_t index = g * x.stride + t;
   if constexpr (T::kHasUnit) {
     typename V::Int sum[P][U];
     for (int u = 0; u < U; ++u) {
-      for (int p = 0; p < P; ++p) {
-        sum[p][u] = kFirst ? V::zero() : V::load(sums->span + sums->at(t + u, p));
-      }
+      for (int p = 0; p < P; ++p) sum[p][u] = V::load(sums->span + sums->at(t + u, p));
     }
     add_group<V, T, P, U>(block, x, index, sum);
     for (int u = 0; u < U; ++u) {
@@ -265,9 +264,8 @@ MINISGL_INLINE void run_step(const Block<V, T> (&block)[P], const ActivationTile
         if constexpr (kLast) {
           const typename V::Float before = V::load_float(sums->all + at);
           V::store(sums->all + at, V::fma(V::to_float(sum[p][u]), unit, before));
-        } else {
-          V::store(sums->span + at, sum[p][u]);
         }
+        V::store(sums->span + at, kLast ? V::zero() : sum[p][u]);
       }
     }
   } else {
@@ -282,43 +280,36 @@ MINISGL_INLINE void run_step(const Block<V, T> (&block)[P], const ActivationTile
   }
 }
 
-// All tokens of the tile.
-template <class V, class T, int P, int U, bool kFirst, bool kLast>
-MINISGL_INLINE void run_steps(const Block<V, T> (&block)[P], const ActivationTile& x, int64_t g,
-                              Sums<V, P>* sums) {
-  int64_t t = 0;
-  for (; t + U <= x.stride; t += U) run_step<V, T, P, U, kFirst, kLast>(block, x, g, t, sums);
-  for (; t < x.stride; ++t) run_step<V, T, P, 1, kFirst, kLast>(block, x, g, t, sums);
-}
-
-// Many tokens: a block is unpacked once for all tokens of the tile.
+// Many tokens: a block is unpacked once for all of them, which go through U at a time. The last step
+// works on whatever lies behind the tile, and nobody looks at what comes out of it: quicker than
+// steps of one or two tokens, whose sums wait for each other.
 template <class V, class T, int P, int U>
 void run_many(const PanelTask& task, int64_t first) {
+  static_assert(U <= kSpareTokens);
   const Units<V, P> units(task, first);
-  const int64_t tokens = task.x.stride;
+  const ActivationTile x = task.x;
+  const int64_t tokens = x.stride;
   // The rows of the output come from far away: ask for them before they are written all at once.
   for (int64_t t = 0; t < tokens; ++t) {
     const float* out = task.out + t * task.out_stride;
     for (int p = 0; p < P; p += kLine / (4 * V::kLanes)) __builtin_prefetch(out + units.row[p], 1);
   }
-  Sums<V, P> sums;
-  for (int64_t i = 0; i < tokens * P; ++i) V::store(sums.all + i * V::kLanes, V::zero_float());
+  Sums<V, P, U> sums;
+  for (int64_t i = 0; i < (tokens + U - 1) / U * U * P; ++i) {
+    V::store(sums.all + i * V::kLanes, V::zero_float());
+    if constexpr (T::kHasUnit) V::store(sums.span + i * V::kLanes, V::zero());
+  }
   for (int64_t g = 0; g < task.groups; ++g) {
     Block<V, T> block[P];
     load_blocks<V, T, P>(task, units, g, block);
-    const bool begins = g % kSpan == 0, ends = g % kSpan == kSpan - 1 || g == task.groups - 1;
-    if (!T::kHasUnit || (!begins && !ends)) {
-      run_steps<V, T, P, U, false, false>(block, task.x, g, &sums);
-    } else if (!ends) {
-      run_steps<V, T, P, U, true, false>(block, task.x, g, &sums);
-    } else if (!begins) {
-      run_steps<V, T, P, U, false, true>(block, task.x, g, &sums);
+    if (!T::kHasUnit || (g % kSpan != kSpan - 1 && g != task.groups - 1)) {
+      for (int64_t t = 0; t < tokens; t += U) run_step<V, T, P, U, false>(block, x, g, t, &sums);
     } else {
-      run_steps<V, T, P, U, true, true>(block, task.x, g, &sums);
+      for (int64_t t = 0; t < tokens; t += U) run_step<V, T, P, U, true>(block, x, g, t, &sums);
     }
   }
-  for (int p = 0; p < P; ++p) {
-    for (int64_t t = 0; t < tokens; ++t) {
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int p = 0; p < P; ++p) {
       typename V::Float sum = V::load_float(sums.all + sums.at(t, p));
       if constexpr (T::kHasUnit) sum = V::mul(sum, units.template unit<T>(task, p));
       store_rows<V>(task, t, units.row[p], sum);
@@ -326,31 +317,38 @@ void run_many(const PanelTask& task, int64_t first) {
   }
 }
 
-// All sub-blocks of a task, P at a time; `U` tokens, 0 for many.
-template <class V, class T, int P, int U>
+// All sub-blocks of a task, P at a time.
+template <class V, class T, int P, int U, bool kMany>
 void run_units(const PanelTask& task, int64_t first = 0) {
   const int64_t units = task.panels * Units<V, 1>::kSubs;
   for (; first + P <= units; first += P) {
-    if constexpr (U > 0) {
-      run_few<V, T, P, U>(task, first);
+    if constexpr (kMany) {
+      run_many<V, T, P, U>(task, first);
     } else {
-      run_many<V, T, P, V::kTokens>(task, first);
+      run_few<V, T, P, U>(task, first);
     }
   }
-  if constexpr (P > 1) run_units<V, T, 1, U>(task, first);
+  if constexpr (P > 1) run_units<V, T, 1, U, kMany>(task, first);
+}
+
+// Whether steps of `fewer` tokens make up for being more by doing less in vain.
+constexpr bool is_shorter_better(int64_t tokens, int64_t fewer, int64_t more) {
+  const auto whole = [=](int64_t step) { return (tokens + step - 1) / step * step; };
+  return 8 * (whole(more) - whole(fewer)) >= tokens;
 }
 
 template <class V, Format kFormat>
 void run_panels(const PanelTask& task) {
   using T = Traits<kFormat>;
-  switch (task.x.stride) {
-    case 1:
-      return run_units<V, T, V::kUnitsFew, 1>(task);
-    case 2:
-      return run_units<V, T, V::kUnitsFew, 2>(task);
-    default:
-      return run_units<V, T, V::kUnitsMany, 0>(task);
+  constexpr int kFew = V::kUnitsFew, kMany = V::kUnitsMany, kTokens = V::kTokens;
+  if (task.x.stride == 1) return run_units<V, T, kFew, 1, false>(task);
+  if (task.x.stride == 2) return run_units<V, T, kFew, 2, false>(task);
+  if constexpr (kTokens > 2) {
+    if (is_shorter_better(task.x.stride, kTokens - 1, kTokens)) {
+      return run_units<V, T, kMany, kTokens - 1, true>(task);
+    }
   }
+  run_units<V, T, kMany, kTokens, true>(task);
 }
 
 template <class V>
