@@ -7,7 +7,7 @@ from typing import Any
 
 from minisgl.message import DetokenizeMsg
 from minisgl.params import FinishReason, PositionLogprobs, SamplingParams
-from minisgl.tokenizer import GrowingAnswer, TokenBytes, Tokenizer
+from minisgl.tokenizer import WITHOUT_TOKEN, GrowingAnswer, TokenBytes, Tokenizer
 
 
 @dataclass(slots=True)
@@ -27,25 +27,40 @@ class StreamEvent:
 
 
 class Answer:
-    """Collects one request's pieces. token_bytes: of the tokenizer."""
+    """Collects one request's tokens. token_bytes: of the tokenizer.
+
+    is_streamed: someone wants its text piece by piece. Else, and if no stop string has to be looked
+    for, the tokens become text once, at the end.
+    """
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, params: SamplingParams, token_bytes: TokenBytes
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        token_bytes: TokenBytes,
+        *,
+        is_streamed: bool,
     ) -> None:
         self.index = index
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
-        self._params = params
-        self._growing = GrowingAnswer(
-            index, tokenizer, params.stop, token_bytes, holds_tokens=False
-        )
+        self._tokenizer, self._params, self._bytes = tokenizer, params, token_bytes
+        self._growing: GrowingAnswer | None = None
+        if is_streamed or params.stop:
+            self._growing = GrowingAnswer(
+                index, tokenizer, params.stop, token_bytes, holds_tokens=False
+            )
         self._pieces: list[str] = []
         self._logprobs: list[PositionLogprobs] = []
         self._prompt_logprobs: list[PositionLogprobs] = []
 
-    def take(self, msg: DetokenizeMsg) -> StreamEvent:
-        """Take in one token, or the end; the event to pass on."""
+    def take(self, msg: DetokenizeMsg) -> StreamEvent | None:
+        """Take in one token, or the end; the event to pass on, if the answer has any."""
+        if self._growing is None:
+            self._keep(msg)
+            return None
         reply = self._growing.take(msg)
         assert reply is not None  # it holds nothing
         self.finish_reason, self.error = reply.finish_reason, msg.error
@@ -63,11 +78,27 @@ class Answer:
             reply.prompt_logprobs,
         )
 
+    def _keep(self, msg: DetokenizeMsg) -> None:
+        if msg.prompt_logprobs:
+            self._prompt_logprobs += map(self._bytes.named, msg.prompt_logprobs)
+        if msg.finished:
+            self.finish_reason, self.error = msg.finish_reason, msg.error
+            if msg.finish_reason in WITHOUT_TOKEN:
+                return
+        self.token_ids.append(msg.next_token)
+        if msg.logprobs is not None:
+            self._logprobs.append(self._bytes.named(msg.logprobs))
+
+    def _text(self) -> str:
+        if self._growing is None:
+            return self._tokenizer.decode(self.token_ids)
+        return "".join(self._pieces)
+
     def result(self) -> dict[str, Any]:
         """The whole answer as `LLM.generate` returns it."""
         reason = None if self.finish_reason is None else self.finish_reason.value
         result: dict[str, Any] = {
-            "text": "".join(self._pieces),
+            "text": self._text(),
             "token_ids": self.token_ids,
             "finish_reason": reason,
         }

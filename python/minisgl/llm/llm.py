@@ -92,7 +92,7 @@ class LLM(Scheduler):
         `InvalidRequestError` (a `ValueError`) before any work if one of them cannot run. An answer
         that failed on the way has "finish_reason" "error" and the reason under "error".
         """
-        answers, events = self._begin(prompts, sampling_params)
+        answers, events = self._begin(prompts, sampling_params, is_streamed=False)
         for _ in events:
             pass
         return [answer.result() for answer in answers]
@@ -107,10 +107,14 @@ class LLM(Scheduler):
         The requests are checked at once; closing the iterator early ends what is left of them. One
         stream runs at a time, and a later call takes the place of a stream that has not begun.
         """
-        return self._begin(prompts, sampling_params)[1]
+        return self._begin(prompts, sampling_params, is_streamed=True)[1]
 
     def _begin(
-        self, prompts: Prompts, sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompts,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        is_streamed: bool,
     ) -> tuple[list[Answer], Iterator[StreamEvent]]:
         """Check the requests of one call and put them in the inbox."""
         self._check_alive()
@@ -119,7 +123,13 @@ class LLM(Scheduler):
             self._check_free()
             self.reset()
             answers = [
-                Answer(msg.uid, self.tokenizer, msg.sampling_params, self._token_bytes)
+                Answer(
+                    msg.uid,
+                    self.tokenizer,
+                    msg.sampling_params,
+                    self._token_bytes,
+                    is_streamed=is_streamed,
+                )
                 for msg in msgs
             ]
             self._answers = {answer.index: answer for answer in answers}
@@ -258,7 +268,9 @@ class LLM(Scheduler):
             answer = self._answers.get(reply.uid)
             if answer is None or answer.finish_reason is not None:
                 continue
-            self._events.append(answer.take(reply))
+            event = answer.take(reply)
+            if event is not None:
+                self._events.append(event)
             if answer.finish_reason is not None and not reply.finished:
                 self._inbox.append(AbortBackendMsg(reply.uid))
 

@@ -7,7 +7,7 @@ first use: plain prompts need no jinja2.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .answer import GrowingAnswer
+from .answer import WITHOUT_TOKEN, GrowingAnswer
 from .decoder import IncrementalDecoder, TokenBytes
 from .detokenize import DetokenizeManager, find_printable_text
 from .generation import GENERATION_FILE, sampling_defaults
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GENERATION_FILE",
+    "WITHOUT_TOKEN",
     "ChatTemplate",
     "DetokenizeManager",
     "Encoding",
