@@ -8,7 +8,7 @@
 // has a float, its unit, and each group a factor in [0, 32767]. `relate_scales` makes them when all
 // groups of a span are there.
 //
-// Tokens are stored in tiles of 32. Inside a tile, arrays are [group][token]: a kernel unpacks a
+// Tokens are stored in tiles of 80. Inside a tile, arrays are [group][token]: a kernel unpacks a
 // weight block once and walks over the tokens of the tile in memory order.
 #pragma once
 
@@ -19,9 +19,9 @@
 
 namespace minisgl {
 
-constexpr int kTileTokens = 32;
+constexpr int kTileTokens = 80;
 // A kernel may read this many tokens' worth behind the end of a tile, without using it.
-constexpr int kSpareTokens = 4;
+constexpr int kSpareTokens = 5;
 // Threads share out tokens by 16, the floats of a cache line: two threads that write into the same
 // line wait for each other at every group.
 constexpr int kTokenBlock = 16;

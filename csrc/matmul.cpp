@@ -10,7 +10,8 @@ namespace {
 // A task reads at most this much weight, so that it stays in the second-level cache while the
 // tiles of many tokens pass over it.
 constexpr int64_t kTaskBytes = 256 << 10;
-constexpr int64_t kTilesPerTask = 8;  // 256 tokens
+constexpr int64_t kTilesPerTask = 4;  // 320 tokens
+constexpr int64_t kManyTokens = 32;
 constexpr int64_t kMaxJobs = 16;
 
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -45,7 +46,7 @@ struct Cut {
 // How much weight a task reads when there is `total` of it. Some eight tasks per thread even out
 // what other processes take, more where a task is long because it has many tokens.
 int64_t task_bytes(int64_t total, const Activations& x) {
-  const int64_t tasks = (x.tokens() < kTileTokens ? 8 : 16) * num_threads();
+  const int64_t tasks = (x.tokens() < kManyTokens ? 8 : 16) * num_threads();
   return min64(kTaskBytes, max64(total / tasks, 1));
 }
 
@@ -109,7 +110,7 @@ void matmul_packed(const Activations& x, const PackedJob* jobs, int num_jobs) {
 void matmul_gated(const Activations& x, const PackedView& gate, const PackedView& up,
                   GateFn combine, Activations* out) {
   constexpr int64_t kPanels = kGroup / kPanelRows;  // that make one group of the output
-  constexpr int64_t kFloats = 2048;                 // of gate, and of up, at once
+  constexpr int64_t kFloats = kTileTokens * kGroup;                 // of gate, and of up, at once
   const int64_t groups = gate.rows / kGroup;
   const int64_t group_bytes = kPanels * (gate.panel_bytes() + up.panel_bytes());
   const int64_t per_task = max64(1, task_bytes(groups * group_bytes, x) / group_bytes);

@@ -13,7 +13,7 @@ struct Avx512 {
   static constexpr int kLanes = 16;
   static constexpr int kUnitsFew = 1;   // panels at once for one or two tokens
   static constexpr int kUnitsMany = 2;  // and for more
-  static constexpr int kTokens = 4;     // tokens in flight
+  static constexpr int kTokens = 5;     // tokens in flight
   template <int kBits>
   static constexpr bool kNeedsCorrection = true;
   using Int = __m512i;
@@ -70,32 +70,34 @@ struct Avx512 {
             : "v"(codes), "m"(*reinterpret_cast<const Four*>(four)));
   }
 
-  // Four vectors of two sub-blocks times four tokens, in one piece: left to the compiler, the sums
+  // Four vectors of two sub-blocks times several tokens, in one piece: left to the compiler, the sums
   // wander from register to register.
-  static MINISGL_INLINE void dot_2x4(const Int* a, const Int* b, const int8_t* x,
-                                     Int (&sum)[2][4]) {
-#define MINISGL_TOKEN(v, u)                                                        \
+#define MINISGL_DOT(v, u)                                                     \
   "vpdpbusd 32*" #u "+4*" #v "(%[x])%{1to16%}, %[a" #v "], %[s0" #u "]\n\t" \
   "vpdpbusd 32*" #u "+4*" #v "(%[x])%{1to16%}, %[b" #v "], %[s1" #u "]\n\t"
-#define MINISGL_VECTOR(v) \
-  MINISGL_TOKEN(v, 0) MINISGL_TOKEN(v, 1) MINISGL_TOKEN(v, 2) MINISGL_TOKEN(v, 3)
-    __asm__(MINISGL_VECTOR(0) MINISGL_VECTOR(1) MINISGL_VECTOR(2) MINISGL_VECTOR(3)
-            : [s00] "+v"(sum[0][0]), [s01] "+v"(sum[0][1]), [s02] "+v"(sum[0][2]),
-              [s03] "+v"(sum[0][3]), [s10] "+v"(sum[1][0]), [s11] "+v"(sum[1][1]),
-              [s12] "+v"(sum[1][2]), [s13] "+v"(sum[1][3])
-            : [a0] "v"(a[0]), [a1] "v"(a[1]), [a2] "v"(a[2]), [a3] "v"(a[3]), [b0] "v"(b[0]),
-              [b1] "v"(b[1]), [b2] "v"(b[2]), [b3] "v"(b[3]), [x] "r"(x),
-              "m"(*reinterpret_cast<const int8_t(*)[4 * kGroup]>(x)));
-#undef MINISGL_VECTOR
-#undef MINISGL_TOKEN
+#define MINISGL_SUM(u) [s0##u] "+v"(sum[0][u]), [s1##u] "+v"(sum[1][u])
+#define MINISGL_DOT_PAIR(kTokens, DOTS, ...)                                                     \
+  static MINISGL_INLINE void dot_pair(const Int* a, const Int* b, const int8_t* x,               \
+                                      Int(&sum)[2][kTokens]) {                                   \
+    __asm__(DOTS(0) DOTS(1) DOTS(2) DOTS(3)                                                      \
+            : __VA_ARGS__                                                                        \
+            : [a0] "v"(a[0]), [a1] "v"(a[1]), [a2] "v"(a[2]), [a3] "v"(a[3]), [b0] "v"(b[0]),    \
+              [b1] "v"(b[1]), [b2] "v"(b[2]), [b3] "v"(b[3]), [x] "r"(x),                        \
+              "m"(*reinterpret_cast<const int8_t(*)[kTokens * kGroup]>(x)));                     \
   }
+#define MINISGL_DOT_4(v) MINISGL_DOT(v, 0) MINISGL_DOT(v, 1) MINISGL_DOT(v, 2) MINISGL_DOT(v, 3)
+#define MINISGL_DOT_5(v) MINISGL_DOT_4(v) MINISGL_DOT(v, 4)
+  MINISGL_DOT_PAIR(4, MINISGL_DOT_4, MINISGL_SUM(0), MINISGL_SUM(1), MINISGL_SUM(2),
+                   MINISGL_SUM(3))
+  MINISGL_DOT_PAIR(5, MINISGL_DOT_5, MINISGL_SUM(0), MINISGL_SUM(1), MINISGL_SUM(2),
+                   MINISGL_SUM(3), MINISGL_SUM(4))
 
   template <int kBits, int kCount, int P, int U, class B>
   static MINISGL_INLINE void dot(const B (&block)[P], int first, const int8_t* x,
                                  Int (&sum)[P][U]) {
-    if constexpr (P == 2 && U == 4) {
+    if constexpr (P == 2 && U >= 4) {  // one for kTokens, one for its shorter steps
       for (int v = first; v < first + kCount; v += 4) {
-        dot_2x4(block[0].code + v, block[1].code + v, x + 4 * v, sum);
+        dot_pair(block[0].code + v, block[1].code + v, x + 4 * v, sum);
       }
       return;
     }

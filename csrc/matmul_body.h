@@ -334,7 +334,7 @@ void run_units(const PanelTask& task, int64_t first = 0) {
 // Whether steps of `fewer` tokens make up for being more by doing less in vain.
 constexpr bool is_shorter_better(int64_t tokens, int64_t fewer, int64_t more) {
   const auto whole = [=](int64_t step) { return (tokens + step - 1) / step * step; };
-  return 8 * (whole(more) - whole(fewer)) >= tokens;
+  return 12 * (whole(more) - whole(fewer)) >= tokens;
 }
 
 template <class V, Format kFormat>

@@ -187,7 +187,7 @@ void test_float(Family& family, Random& random, FloatKind kind, int64_t tokens) 
 
 void test_matmul(Family& family) {
   Random random(1);
-  for (int64_t tokens = 1; tokens <= 70; ++tokens) {
+  for (int64_t tokens = 1; tokens <= 90; ++tokens) {
     for (int i = 0; i < kNumFormats; ++i) {
       test_packed(family, random, static_cast<Format>(i), tokens);
     }
