@@ -145,7 +145,7 @@ class Eager:
         self, qkv: Any, layer: int, num_q: int, num_kv: int, tables: Any, window: Any, norms: Any,
         scale: Any,
     ) -> torch.Tensor:  # fmt: skip
-        kv = KVTensors(self._pool.k_cache(layer), self._pool.v_cache(layer))
+        kv = KVTensors.of_layer(self._pool, layer)
         q_norm, k_norm, eps = norms or (None, None, 1e-6)
         if q_norm is not None:
             q_norm, k_norm = q_norm.float(), k_norm.float()

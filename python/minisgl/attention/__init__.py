@@ -55,5 +55,17 @@ def _create_best(ctx: Context, device: torch.device) -> BaseAttnBackend:
 def create_attention_backend(
     name: str, ctx: Context, device: torch.device | str = "cpu"
 ) -> BaseAttnBackend:
-    """The backend called `name` on the pool and page table of `ctx`; `ConfigError` if unknown."""
-    return ATTENTION_BACKENDS[name](ctx, torch.device(device))
+    """The backend called `name` on the pool and page table of `ctx`.
+
+    `ConfigError` if it is unknown, or cannot read the pool. Integers are read on a CPU only.
+    """
+    device = torch.device(device)
+    backend = ATTENTION_BACKENDS[name](ctx, device)
+    dtype = ctx.kv_cache.k_cache(0).dtype
+    is_integer = not dtype.is_floating_point
+    if (is_integer and device.type != "cpu") or not backend.can_read(dtype):
+        raise ConfigError(
+            f"{type(backend).__name__} on {device.type} cannot read K and V of {dtype}: choose "
+            "another kv_dtype (--kv-dtype), such as float16"
+        )
+    return backend

@@ -46,6 +46,10 @@ class BaseAttnBackend(ABC):
         """Copy a batch's metadata to where the captured graph of its size reads it."""
         raise NotImplementedError(f"{type(self).__name__} does not support graphs")
 
+    def can_read(self, dtype: torch.dtype) -> bool:
+        """Whether K and V may be stored in this type; integers come with scales."""
+        return dtype.is_floating_point
+
     @abstractmethod
     def forward(
         self,

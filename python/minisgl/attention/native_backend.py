@@ -73,6 +73,10 @@ class NativeAttnBackend(BaseAttnBackend):
         out = native_attention.attention(q.float(), kv, metadata.paged, scale=scale, window=window)
         return out.to(q.dtype)
 
+    def can_read(self, dtype: torch.dtype) -> bool:
+        """Whether the kernels have this type."""
+        return dtype in native_attention.KV_KINDS
+
     def _layer(self, layer_id: int) -> KVTensors:
         """The pool's tensors of one layer, checked once."""
         pool = self._ctx.kv_cache
@@ -81,8 +85,7 @@ class NativeAttnBackend(BaseAttnBackend):
             self._layers.clear()
         kv = self._layers.get(layer_id)
         if kv is None:
-            kv = KVTensors(pool.k_cache(layer_id), pool.v_cache(layer_id))
-            self._layers[layer_id] = kv
+            kv = self._layers[layer_id] = KVTensors.of_layer(pool, layer_id)
         return kv
 
 
@@ -91,7 +94,6 @@ def can_run(ctx: Context, device: torch.device) -> bool:
     if device.type != "cpu" or not native.available():
         return False
     pool = getattr(ctx, "kv_cache", None)
-    supported = native_attention.KV_KINDS.keys() - {torch.int8}
     return hasattr(native.load(), "paged_attention") and (
-        pool is None or pool.k_cache(0).dtype in supported
+        pool is None or pool.k_cache(0).dtype in native_attention.KV_KINDS
     )

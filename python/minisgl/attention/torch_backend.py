@@ -9,6 +9,7 @@ arithmetic is float32 whatever the storage type of K and V.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,20 @@ class _Work:
     num_reqs: int
 
 
+class _Stored(NamedTuple):
+    """K or V of one layer by location, `(locations, heads, dim)`, and the scales of integers."""
+
+    tokens: torch.Tensor
+    scale: torch.Tensor | None
+
+    def gather(self, locations: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values at some locations."""
+        values = self.tokens.index_select(0, locations)
+        if self.scale is not None:
+            values = values * self.scale.index_select(0, locations).unsqueeze(-1)
+        return values.to(dtype)
+
+
 @dataclass(slots=True)
 class TorchAttnMetadata(BaseAttnMetadata):
     """Lengths of the requests in batch order, and a snapshot of their page-table rows."""
@@ -56,6 +71,10 @@ class TorchAttnBackend(BaseAttnBackend):
 
     def __init__(self, ctx: Context) -> None:
         self._ctx = ctx
+
+    def can_read(self, dtype: torch.dtype) -> bool:
+        """Every type that a pool has."""
+        return True
 
     def prepare_metadata(self, batch: Batch) -> None:
         """Take lengths and page-table rows as they are now."""
@@ -83,11 +102,11 @@ class TorchAttnBackend(BaseAttnBackend):
         pool = self._ctx.kv_cache
         pool.store_kv(k, v, batch.out_loc, layer_id)
         k_cache, v_cache = pool.k_cache(layer_id), pool.v_cache(layer_id)
-        k_tokens = k_cache.reshape(-1, *k_cache.shape[-2:])
-        v_tokens = v_cache.reshape(-1, *v_cache.shape[-2:])
+        k_tokens = _Stored(k_cache.flatten(0, 1), pool.k_scale(layer_id))
+        v_tokens = _Stored(v_cache.flatten(0, 1), pool.v_scale(layer_id))
         metadata = batch.attn_metadata
         assert isinstance(metadata, TorchAttnMetadata), type(metadata)
-        group = q.shape[1] // k_tokens.shape[1]
+        group = q.shape[1] // k_cache.shape[2]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for work in plan(metadata, window, group):
             out[work.queries] = _attend(q[work.queries], k_tokens, v_tokens, work, scale)
@@ -169,8 +188,8 @@ def _plan_multi(metadata: TorchAttnMetadata, window: int | None, group: int) -> 
 
 def _attend(
     q: torch.Tensor,
-    k_tokens: torch.Tensor,
-    v_tokens: torch.Tensor,
+    k_tokens: _Stored,
+    v_tokens: _Stored,
     work: _Work,
     scale: float | None = None,
 ) -> torch.Tensor:
@@ -179,12 +198,10 @@ def _attend(
     The query heads of one KV head become further queries, so that no K or V is repeated.
     """
     num_heads, dim = q.shape[1:]
-    num_kv_heads = k_tokens.shape[1]
+    num_kv_heads = k_tokens.tokens.shape[1]
     num_reqs, num_queries = work.num_reqs, q.shape[0] // work.num_reqs
-    k = k_tokens.index_select(0, work.locations)
-    v = v_tokens.index_select(0, work.locations)
-    if k.dtype != q.dtype:
-        k, v = k.to(q.dtype), v.to(q.dtype)
+    k = k_tokens.gather(work.locations, q.dtype)
+    v = v_tokens.gather(work.locations, q.dtype)
     k = k.view(num_reqs, -1, num_kv_heads, dim).transpose(1, 2)
     v = v.view(num_reqs, -1, num_kv_heads, dim).transpose(1, 2)
     by_kv_head = q.reshape(num_reqs, num_queries, num_kv_heads, -1, dim).transpose(1, 2)

@@ -131,7 +131,11 @@ def _type_name(weight: SourceTensor) -> str:
 
     if isinstance(weight, BlockTensor):
         return weight.type_name
-    return str(weight.tensor().dtype).removeprefix("torch.")
+    return _name(weight.tensor().dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _count(weight: SourceTensor) -> int:
@@ -224,24 +228,35 @@ def _template(source: str | None) -> str:
 
 def _kv_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes of K and V of one token."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    import torch
+
+    from minisgl.kvcache import create_kvcache_pool
+
+    pool = create_kvcache_pool(
+        num_kv_heads=config.num_kv_heads,
+        num_layers=config.num_layers,
+        head_dim=config.head_dim,
+        num_pages=1,
+        page_size=1,
+        dtype=dtype,
+        device=torch.device("meta"),
+    )
+    return pool.page_bytes
 
 
 def _kv_cache(config: ModelConfig) -> Rows:
     from minisgl.engine import human
-    from minisgl.utils import resolve_dtype
+    from minisgl.utils import AUTO_KV_DTYPE, KV_DTYPES
 
     rows: Rows = []
-    for name in ("float32", "float16", "bfloat16"):
-        size = _kv_bytes(config, resolve_dtype(name))
+    for name in ("float32", "float16", "bfloat16", "int16", "int8"):
+        size = _kv_bytes(config, KV_DTYPES[name])
         whole = f"{human(size * config.max_position)} for the whole context"
         rows.append((name, f"{human(size)} per token", whole))
     pool = SchedulerConfig.cpu_kv_cache_bytes
-    tokens = pool // _kv_bytes(config, resolve_dtype("float16"))
-    return [
-        *rows,
-        ("on a CPU", f"up to {human(pool)}", f"{_short(tokens)} tokens in float16 (--kv-memory)"),
-    ]
+    tokens = _short(pool // _kv_bytes(config, AUTO_KV_DTYPE))
+    auto = f"{tokens} tokens in {_name(AUTO_KV_DTYPE)} (--kv-memory)"
+    return [*rows, ("on a CPU", f"up to {human(pool)}", auto)]
 
 
 def _machine() -> Rows:
@@ -268,23 +283,24 @@ def _choices(
 
     from minisgl.kernel import native
     from minisgl.models.packing import can_pack
-    from minisgl.utils import resolve_dtype
+    from minisgl.utils import AUTO_KV_DTYPE, resolve_dtype
 
     numbers = sum(map(_count, weights))
     is_packed = native.available() and any(map(can_pack, weights))
     if native.available():
         dtype = resolve_dtype(config.dtype)
         sizes = [w.nbytes if can_pack(w) else _count(w) * dtype.itemsize for w in weights]
-        yield "as it is", sum(sizes), torch.float16
+        yield "as it is", sum(sizes), AUTO_KV_DTYPE
+        yield "--kv-dtype int8", sum(sizes), torch.int8
     if native.available() and not is_packed:
         for quant, per_weight in _PACKED_BYTES.items():
             vocabulary = sum(
                 _count(w) for w in weights if w.name.startswith(("lm_head", "model.embed"))
             )
             inner = (numbers - vocabulary) * per_weight
-            yield f"--quant {quant}", inner + vocabulary * _PACKED_BYTES["q8"], torch.float16
+            yield f"--quant {quant}", inner + vocabulary * _PACKED_BYTES["q8"], AUTO_KV_DTYPE
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        flags = f"--dtype {str(dtype).removeprefix('torch.')}"
+        flags = f"--dtype {_name(dtype)}"
         if is_packed and dtype is not torch.float32:
             flags += " --quant none"
         yield flags, numbers * dtype.itemsize, dtype

@@ -52,7 +52,13 @@ def parse_template_arg(text: str) -> tuple[str, Any]:
 _ENGINE = (  # as in `add_table`
     ("revision", "--revision", str, "REV", "branch, tag or commit of a hub model"),
     ("dtype", "--dtype", str, "TYPE", "of weights: auto, float32, bfloat16 or float16"),
-    ("kv_dtype", "--kv-dtype", str, "TYPE", "of K and V: auto, float32, bfloat16 or float16"),
+    (
+        "kv_dtype",
+        "--kv-dtype",
+        str,
+        "TYPE",
+        "of K and V: auto, float32, bfloat16, float16, or on a CPU int16 or int8",
+    ),
     (
         "quant",
         "--quant",

@@ -32,7 +32,15 @@ from minisgl.models import (
 )
 from minisgl.moe import create_moe_backend
 from minisgl.params import ConfigError, Constraint, InvalidRequestError
-from minisgl.utils import align_ceil, init_logger, resolve_dtype, torch_dtype, zeros_as_used
+from minisgl.utils import (
+    AUTO_KV_DTYPE,
+    KV_DTYPES,
+    align_ceil,
+    init_logger,
+    resolve_dtype,
+    torch_dtype,
+    zeros_as_used,
+)
 from minisgl.utils.model_files import resolve_model
 
 from . import logprobs
@@ -112,8 +120,8 @@ class Engine:
     def _choose_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """How float weights, and K and V, are stored: as asked, else the checkpoint's type.
 
-        On a CPU "auto" takes the checkpoint's type and float16 K and V where the native kernels can
-        read them, else float32. K and V follow a `dtype` that is given by name.
+        On a CPU "auto" takes the checkpoint's type and `AUTO_KV_DTYPE` where the native kernels
+        run, else float32. K and V follow a `dtype` that is given by name.
         """
         asked, checkpoint = self.config.dtype, self.model_config.dtype
         is_given = asked not in (None, AUTO)
@@ -122,8 +130,9 @@ class Engine:
         elif is_given or not native.available():
             dtype = kv_dtype = resolve_dtype(asked)
         else:
-            dtype, kv_dtype = resolve_dtype(checkpoint, torch.float32), torch.float16
-        return dtype, resolve_dtype(self.config.kv_dtype, kv_dtype, "kv_dtype (--kv-dtype)")
+            dtype, kv_dtype = resolve_dtype(checkpoint, torch.float32), AUTO_KV_DTYPE
+        asked, field = self.config.kv_dtype, "kv_dtype (--kv-dtype)"
+        return dtype, resolve_dtype(asked, kv_dtype, field, KV_DTYPES)
 
     def _choose_pack(self) -> Pack | None:
         """What packs a matrix while it loads; a float32 model asked for by name stays floats."""

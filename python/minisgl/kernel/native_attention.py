@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,8 +40,8 @@ def _floats(name: str, x: torch.Tensor | None, shape: tuple[int, ...]) -> int:
 class KVTensors:
     """K and V of one layer: `(..., kv heads, head_dim)`, contiguous.
 
-    All leading dimensions together count token locations. int8 needs scales, float32 `(locations,
-    kv heads)` each: value = code * scale.
+    All leading dimensions together count token locations. Integers need scales, float32
+    `(locations, kv heads)` each: value = code * scale.
     """
 
     k: torch.Tensor
@@ -59,8 +60,9 @@ class KVTensors:
                     f"k and v must be contiguous (..., heads, dim): {name} is {tuple(x.shape)}"
                     f" with strides {x.stride()}"
                 )
-        if k.dtype is torch.int8 and (self.k_scale is None or self.v_scale is None):
-            raise TypeError("int8 keys and values need scales")
+        is_scaled = self.k_scale is not None and self.v_scale is not None
+        if not (k.dtype.is_floating_point or is_scaled):
+            raise TypeError(f"keys and values of {k.dtype} need scales")
         shape = (self.num_locations, self.num_heads)
         scales = (
             _floats("k_scale", self.k_scale, shape),
@@ -69,6 +71,16 @@ class KVTensors:
         stride = self.num_heads * self.head_dim
         pool = (KV_KINDS[k.dtype], k.data_ptr(), v.data_ptr(), stride, *scales, self.num_locations)
         object.__setattr__(self, "pool", pool)
+
+    @classmethod
+    def of_layer(cls, cache: Any, layer_id: int) -> KVTensors:
+        """Those of one layer of a KV pool."""
+        return cls(
+            cache.k_cache(layer_id),
+            cache.v_cache(layer_id),
+            cache.k_scale(layer_id),
+            cache.v_scale(layer_id),
+        )
 
     @property
     def num_heads(self) -> int:

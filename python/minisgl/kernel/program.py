@@ -52,8 +52,8 @@ class _Step:
 class Recorder:
     """Notes the steps of a forward.
 
-    num_ids: token ids are below it, and there are as many logits. kv_cache: the pool whose
-    `k_cache(layer)` and `v_cache(layer)` are written and read. num_positions: positions are below.
+    num_ids: token ids are below it, and there are as many logits. kv_cache: the pool
+    whose layers are written and read. num_positions: positions are below.
     """
 
     def __init__(self, num_ids: int, kv_cache: Any, num_positions: int) -> None:
@@ -138,7 +138,7 @@ class Recorder:
         of q and of k, and epsilon. scale: of products of q and k, 1 / sqrt(dim) by default.
         """
         try:
-            kv = KVTensors(self._kv_cache.k_cache(layer_id), self._kv_cache.v_cache(layer_id))
+            kv = KVTensors.of_layer(self._kv_cache, layer_id)
         except (TypeError, ValueError) as error:
             raise CannotRecord(str(error)) from error
         self._num_locations = kv.num_locations

@@ -9,6 +9,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+# The largest code of K and V that are kept as integers.
+CODE_LIMITS = {torch.int8: 127, torch.int16: 4095}
+LEAST_MAGNITUDE = 1e-36  # a head whose numbers are below is nothing: limit / largest overflows
+
 
 def rmsnorm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     """`x / rms(x) * w` over the last dimension (arXiv:1910.07467)."""
@@ -70,18 +74,41 @@ def store_cache(
     indices: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Write K and V of `n` tokens at `n` token locations, converting to the caches' type.
 
     k, v: (n, ...), flat or by head; the caches: any shape with contiguous rows of `heads * dim`.
+    With scales, (locations, heads), the caches hold integers, and k and v come by head.
     """
     num_tokens = len(indices)
     if num_tokens == 0:
         return
     where = indices.long()
-    for cache, new in ((k_cache, k), (v_cache, v)):
+    for cache, scales, new in ((k_cache, k_scale, k), (v_cache, v_scale, v)):
         width = new.numel() // num_tokens
+        if scales is not None:
+            new, scale = to_codes(new, cache.dtype)
+            scales.index_copy_(0, where, scale)
         cache.view(-1, width).index_copy_(0, where, new.reshape(num_tokens, width).to(cache.dtype))
+
+
+def to_codes(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` (..., dim) as integers of `dtype`, and the float32 scale (...) of each row.
+
+    The largest magnitude gets the largest code. A NaN or an infinity gives codes of 0 and a NaN
+    for a scale: it spoils its own row, visibly.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(-1, keepdim=True)
+    limit = torch.tensor(float(CODE_LIMITS[dtype]), device=x.device)
+    is_finite = largest < float("inf")
+    is_something = is_finite & (largest > LEAST_MAGNITUDE)
+    factor = torch.where(is_something, limit / largest, 0.0)
+    codes = torch.where(is_finite, wide, 0.0).mul_(factor).round_().to(dtype)
+    scale = torch.where(is_something, largest / limit, 0.0)
+    return codes, scale.masked_fill_(~is_finite, float("nan")).squeeze(-1)
 
 
 def fast_compare_key(a: torch.Tensor, b: torch.Tensor) -> int:

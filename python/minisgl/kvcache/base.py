@@ -41,6 +41,15 @@ class BaseKVCachePool(ABC):
         """V of one layer, `(pages, page_size, heads, dim)`, writable, as stored."""
 
     @abstractmethod
+    def k_scale(self, index: int) -> torch.Tensor | None:
+        """What the codes of one layer's K are times, float32 `(pages * page_size, heads)`,
+        writable; None where K and V are floats."""
+
+    @abstractmethod
+    def v_scale(self, index: int) -> torch.Tensor | None:
+        """What the codes of one layer's V are times, like `k_scale`."""
+
+    @abstractmethod
     def store_kv(
         self, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor, layer_id: int
     ) -> None:

@@ -4,9 +4,11 @@ The buffer is `(2, layers, pages, page_size, kv_heads, head_dim)`: K before V, a
 next to each other. On a CPU it is anonymous memory that the system hands out zeroed when it is
 first written: a pool costs what is used of it, and a slot that was never written reads as 0, so it
 can poison no masked sum. A slot that was freed still holds its last token, whatever that was:
-attention must not read past a request's length. May import `distributed`, `kernel`, `utils`.
+attention must not read past a request's length. With an integer type it holds codes, and a second
+buffer `(2, layers, pages, page_size, kv_heads)` their scales in float32: value = code * scale. A
+page's bytes are both. May import `distributed`, `kernel`, `utils`.
 
-Invariant: nothing but `store_kv`, `write_pages` and a holder of `k_cache`/`v_cache` writes here.
+Invariant: nothing but `store_kv`, `write_pages` and a holder of a layer's tensors writes here.
 """
 
 from __future__ import annotations
@@ -49,6 +51,9 @@ class MHAKVCache(BaseKVCachePool):
         self.device = torch.device(device)
         shape = (2, num_layers, num_pages, page_size, self.num_kv_heads, head_dim)
         self._kv_buffer = zeros_as_used(shape, dtype, self.device)
+        self._scales = None
+        if not dtype.is_floating_point:
+            self._scales = zeros_as_used(shape[:-1], torch.float32, self.device)
 
     def k_cache(self, index: int) -> torch.Tensor:
         """K of one layer, `(pages, page_size, heads, dim)`."""
@@ -58,24 +63,36 @@ class MHAKVCache(BaseKVCachePool):
         """V of one layer, `(pages, page_size, heads, dim)`."""
         return self._kv_buffer[1, index]
 
+    def k_scale(self, index: int) -> torch.Tensor | None:
+        """Scales of one layer's K, float32 `(pages * page_size, heads)`; None for floats."""
+        return None if self._scales is None else self._scales[0, index].flatten(0, 1)
+
+    def v_scale(self, index: int) -> torch.Tensor | None:
+        """Scales of one layer's V, float32 `(pages * page_size, heads)`; None for floats."""
+        return None if self._scales is None else self._scales[1, index].flatten(0, 1)
+
     def store_kv(
         self, k: torch.Tensor, v: torch.Tensor, out_loc: torch.Tensor, layer_id: int
     ) -> None:
-        """Store n tokens' K and V, flat or `(n, heads, dim)`, cast to the pool's dtype."""
+        """Store n tokens' K and V, flat or `(n, heads, dim)`, in the pool's dtype."""
         shape = (len(out_loc), self.num_kv_heads, self.head_dim)
         k_cache, v_cache = self._kv_buffer[:, layer_id]
-        store_cache(k_cache, v_cache, out_loc, k.reshape(shape), v.reshape(shape))
+        scales = self.k_scale(layer_id), self.v_scale(layer_id)
+        store_cache(k_cache, v_cache, out_loc, k.reshape(shape), v.reshape(shape), *scales)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, K and V of all layers."""
-        return self._kv_buffer[:, :, 0].numel() * self.dtype.itemsize
+        """Bytes of one page, K and V of all layers and their scales."""
+        return sum(_page_bytes(part) for part in self._parts())
 
     def read_pages(self, pages: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """A copy of whole pages, uint8 `(len(pages), page_bytes)`, on the pool's device."""
         index = torch.as_tensor(pages, dtype=torch.int64, device=self.device)
-        by_page = self._kv_buffer.movedim(2, 0)[index].contiguous()
-        return by_page.flatten().view(torch.uint8).view(len(index), self.page_bytes)
+        parts = [
+            part.movedim(2, 0)[index].contiguous().flatten(1).view(torch.uint8)
+            for part in self._parts()
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def write_pages(self, pages: torch.Tensor | Sequence[int], data: torch.Tensor) -> None:
         """Write back what `read_pages` gave; `ValueError` where the size is another one."""
@@ -83,7 +100,22 @@ class MHAKVCache(BaseKVCachePool):
         expected = (len(index), self.page_bytes)
         if data.dtype != torch.uint8 or tuple(data.shape) != expected:
             raise ValueError(f"expected uint8 {expected}, got {data.dtype} {tuple(data.shape)}")
-        values = data.to(self.device).contiguous().view(self.dtype)
-        shape = self._kv_buffer.shape
-        by_page = values.view(len(index), *shape[:2], *shape[3:])
-        self._kv_buffer.movedim(2, 0)[index] = by_page
+        parts = self._parts()
+        pieces = torch.split(data.to(self.device), [_page_bytes(part) for part in parts], 1)
+        for part, piece in zip(parts, pieces, strict=True):
+            by_page = part.movedim(2, 0)
+            values = piece.contiguous().view(part.dtype)
+            by_page[index] = values.view(len(index), *by_page.shape[1:])
+
+    def _parts(self) -> list[torch.Tensor]:
+        """What a page consists of, each `(2, layers, pages, ...)`.
+
+        Scales come first, and as bytes, so that each part lies where its type may lie.
+        """
+        if self._scales is None:
+            return [self._kv_buffer]
+        return [self._scales.view(torch.uint8), self._kv_buffer]
+
+
+def _page_bytes(part: torch.Tensor) -> int:
+    return part[:, :, 0].numel() * part.itemsize

@@ -17,9 +17,17 @@ from .registry import Registry
 if TYPE_CHECKING:
     from .model_files import cached_load_hf_config
     from .mp import ZmqPubQueue, ZmqPullQueue, ZmqPushQueue, ZmqSubQueue
-    from .torch_utils import resolve_dtype, torch_dtype, zeros_as_used
+    from .torch_utils import (
+        AUTO_KV_DTYPE,
+        KV_DTYPES,
+        resolve_dtype,
+        torch_dtype,
+        zeros_as_used,
+    )
 
 __all__ = [
+    "AUTO_KV_DTYPE",
+    "KV_DTYPES",
     "OrderedSet",
     "Registry",
     "ZmqPubQueue",
@@ -38,6 +46,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AUTO_KV_DTYPE": ".torch_utils",
+    "KV_DTYPES": ".torch_utils",
     "ZmqPubQueue": ".mp",
     "ZmqPullQueue": ".mp",
     "ZmqPushQueue": ".mp",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,23 +22,29 @@ DTYPES = {
     "half": torch.float16,
     "float": torch.float32,
 }
+KV_DTYPES = {**DTYPES, "int16": torch.int16, "int8": torch.int8}
+# What K and V are stored in where the native kernels run and nothing else is said.
+AUTO_KV_DTYPE = torch.float16
 
 
 def resolve_dtype(
-    dtype: Any, default: torch.dtype = torch.float32, field: str = "dtype (--dtype)"
+    dtype: Any,
+    default: torch.dtype = torch.float32,
+    field: str = "dtype (--dtype)",
+    names: Mapping[str, torch.dtype] = DTYPES,
 ) -> torch.dtype:
     """The torch dtype meant by a name or a dtype object; "auto" and None mean `default`.
 
-    field: what a `ConfigError` calls it.
+    field: what a `ConfigError` calls it. names: those there are.
     """
     if dtype is None or dtype == "auto":
         return default
-    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
+    if isinstance(dtype, torch.dtype) and dtype in names.values():
         return dtype
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise ConfigError(f"{field} must be auto, {', '.join(DTYPES)}, got {dtype!r}")
-    return DTYPES[name]
+    if name not in names:
+        raise ConfigError(f"{field} must be auto, {', '.join(names)}, got {dtype!r}")
+    return names[name]
 
 
 @contextmanager
