@@ -8,12 +8,19 @@ from itertools import pairwise
 import pytest
 import torch
 
-from minisgl.attention import TorchAttnBackend, create_attention_backend
+from minisgl.attention import (
+    ATTENTION_BACKENDS,
+    BaseAttnBackend,
+    TorchAttnBackend,
+    create_attention_backend,
+)
 from minisgl.attention.native_backend import NativeAttnBackend, NativeAttnMetadata, can_run
 from minisgl.core import Batch, Context, Req, SamplingParams
-from minisgl.kernel import native
+from minisgl.kernel import native, native_attention
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.params import ConfigError
+
+from tests.integer_kv import INTEGERS
 
 DIM, KV_HEADS, GROUP, ROWS, LENGTH, LAYER = 16, 2, 3, 5, 400, 1
 CPU = torch.device("cpu")
@@ -42,7 +49,10 @@ class World:
             device="cpu",
         )
         for cache in (self.ctx.kv_cache.k_cache(LAYER), self.ctx.kv_cache.v_cache(LAYER)):
-            cache.fill_(float("nan"))
+            cache.fill_(float("nan") if dtype.is_floating_point else 77)
+        for scale in (self.ctx.kv_cache.k_scale(LAYER), self.ctx.kv_cache.v_scale(LAYER)):
+            if scale is not None:
+                scale.fill_(float("nan"))
         shape = (ROWS, LENGTH, KV_HEADS, DIM)
         self.k, self.v = (torch.randn(shape, generator=random) for _ in range(2))
         self.q = torch.randn((ROWS, LENGTH, KV_HEADS * GROUP, DIM), generator=random)
@@ -81,7 +91,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     native.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, *INTEGERS])
 @pytest.mark.parametrize("window", [None, 1, 5, 130])
 def test_equals_the_torch_backend(window: int | None, dtype: torch.dtype, threads: int) -> None:
     worlds = [World(4, dtype, name) for name in ("native", "torch")]
@@ -92,13 +102,36 @@ def test_equals_the_torch_backend(window: int | None, dtype: torch.dtype, thread
     ):
         ours, twin = (world.run(spans, window) for world in worlds)
         assert (ours - twin).abs().max().item() < 1e-5
+    stored, twins = (world.ctx.kv_cache.read_pages(range(0, 500, 7)) for world in worlds)
+    assert torch.equal(stored, twins)
 
 
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_are_those_of_the_torch_twin_to_the_bit(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(4)
+    pools = [create_kvcache_pool(3, 1, 20, 500, 1, dtype, "cpu") for _ in range(2)]
+    k = torch.randn(500, 3, 20, generator=random)
+    k *= torch.randn(500, 3, 1, generator=random).mul_(20).exp_()
+    k[3, 1, 5], k[4, 0, 19], k[5, 2, 0] = float("nan"), float("inf"), -float("inf")
+    k[6:9] = torch.tensor([0.0, -0.0, 1e-36]).view(3, 1, 1)
+    k[9:12] *= torch.tensor([1e-36, 1e-38, 1e-42]).view(3, 1, 1)
+    k[12:] = k[12:].clamp(-3e38, 3e38)
+    v = torch.arange(20).mul(0.5).expand(500, 3, 20)  # ties
+    where = torch.randperm(500, generator=random)
+    native_attention.store_kv(native_attention.KVTensors.of_layer(pools[0], 0), where, k, v)
+    pools[1].store_kv(k, v, where, 0)
+    stored, twins = (pool.read_pages(range(500)) for pool in pools)
+    assert torch.equal(stored, twins)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *INTEGERS])
 @pytest.mark.parametrize("window", [None, 70])
-def test_the_same_bits_in_any_pages_chunks_and_company(window: int | None, threads: int) -> None:
-    whole = World(1).run([(0, 0, 290)], window)
+def test_the_same_bits_in_any_pages_chunks_and_company(
+    window: int | None, dtype: torch.dtype, threads: int
+) -> None:
+    whole = World(1, dtype).run([(0, 0, 290)], window)
     for page_size in (1, 4, 16):
-        world = World(page_size)
+        world = World(page_size, dtype)
         cuts = [0, 1, 2, 30, 128, 200, 201, 290]
         low = 0
         for index, (low, high) in enumerate(pairwise(cuts)):
@@ -150,3 +183,22 @@ def test_auto_takes_the_native_backend_on_a_cpu_and_only_for_what_it_reads() -> 
         create_attention_backend("native", world.ctx, "cuda")
     world.ctx.kv_cache._kv_buffer = world.ctx.kv_cache._kv_buffer.double()
     assert isinstance(create_attention_backend("auto", world.ctx, "cpu"), TorchAttnBackend)
+    with pytest.raises(ConfigError, match=r"NativeAttn.* torch.float64: choose another kv_"):
+        create_attention_backend("native", world.ctx, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
+def test_integers_are_refused_where_they_cannot_be_read(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ctx = World(1, dtype, "torch").ctx
+    with pytest.raises(ConfigError, match=rf"on cuda .*{dtype}: choose another kv_dtype \(--kv-"):
+        create_attention_backend("auto", ctx, "cuda")
+
+    class FloatsOnly(TorchAttnBackend):
+        can_read = BaseAttnBackend.can_read
+
+    floats = {"floats": lambda ctx, device: FloatsOnly(ctx)}
+    monkeypatch.setattr(ATTENTION_BACKENDS, "_items", floats)
+    with pytest.raises(ConfigError, match=r"FloatsOnly on cpu .*\(--kv-dtype\), such as float16"):
+        create_attention_backend("floats", ctx)

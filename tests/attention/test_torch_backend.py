@@ -16,6 +16,14 @@ from minisgl.params import ConfigError
 DIM, KV_HEADS, LENGTH = 16, 2, 400
 
 
+def as_stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is left of `x` in a pool of this type."""
+    if dtype.is_floating_point:
+        return x.to(dtype).float()
+    step = x.abs().amax(-1, keepdim=True) / {torch.int8: 127, torch.int16: 4095}[dtype]
+    return (x / step).round() * step
+
+
 class World:
     """A pool full of NaN in which only stored tokens are numbers, and what each row should hold."""
 
@@ -34,12 +42,14 @@ class World:
             device="cpu",
         )
         for cache in (self.ctx.kv_cache.k_cache(1), self.ctx.kv_cache.v_cache(1)):
-            cache.fill_(float("nan"))
+            cache.fill_(float("nan") if dtype.is_floating_point else 77)
+        for scale in (self.ctx.kv_cache.k_scale(1), self.ctx.kv_cache.v_scale(1)):
+            if scale is not None:
+                scale.fill_(float("nan"))
         pages = torch.randperm(num_pages).view(6, -1, 1) * page_size
         self.ctx.page_table = (pages + torch.arange(page_size)).view(6, LENGTH).int()
         self.backend = create_attention_backend("torch", self.ctx)
-        self.k = torch.randn(6, LENGTH, KV_HEADS, DIM).to(dtype).float()
-        self.v = torch.randn(6, LENGTH, KV_HEADS, DIM).to(dtype).float()
+        self.k, self.v = (as_stored(x, dtype) for x in torch.randn(2, 6, LENGTH, KV_HEADS, DIM))
         self.q = torch.randn(6, LENGTH, KV_HEADS * group, DIM)
 
     def run(self, spans: list[tuple[int, int, int]], window: int | None = None) -> torch.Tensor:
@@ -112,8 +122,11 @@ def test_a_row_is_the_same_to_the_bit_alone_and_among_others() -> None:
     assert torch.equal(world.run([(5, 0, 170)]), chunks[50:])
 
 
-def test_kv_stored_in_bfloat16_is_read_as_stored() -> None:
-    World(2, dtype=torch.bfloat16).check([(0, 0, 40), (1, 0, 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.int16])
+def test_kv_is_read_as_stored(dtype: torch.dtype) -> None:
+    world = World(2, dtype=dtype)
+    world.check([(0, 0, 40), (1, 0, 1)])
+    world.check([(0, 40, 41), (1, 1, 7)])
 
 
 def test_last_indices_point_at_the_last_token_of_each_request() -> None:

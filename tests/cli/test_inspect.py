@@ -39,6 +39,8 @@ def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         f"{len(template)} characters, understands enable_thinking, tools",
         "advised sampling temperature 0.6",
         "float16 256 B per token 65.5 kB for the whole context",
+        "int16 288 B per token 73.7 kB for the whole context",
+        "int8 160 B per token 41.0 kB for the whole context",
         f"--dtype bfloat16 {num_weights * 2 / 1000:.1f} kB",
     ):
         assert fact in found, fact

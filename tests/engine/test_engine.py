@@ -239,12 +239,13 @@ def test_dtype_says_how_weights_and_kv_are_stored(make_engine: MakeEngine, dtype
     assert torch.allclose(logits.float(), exact, atol=0.5)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", torch.bfloat16])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", torch.bfloat16, "int8", torch.int16])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_k_and_v_may_be_stored_in_a_type_of_their_own(
-    make_engine: MakeEngine, dtype: str, kv_dtype: Any
+    make_engine: MakeEngine, dtype: str, kv_dtype: Any, backend: str
 ) -> None:
-    engine = make_engine(dtype=dtype, kv_dtype=kv_dtype)
+    engine = make_engine(dtype=dtype, kv_dtype=kv_dtype, attention_backend=backend)
     stored = kv_dtype if isinstance(kv_dtype, torch.dtype) else getattr(torch, kv_dtype)
     assert (engine.dtype, engine.kv_cache._kv_buffer.dtype) == (getattr(torch, dtype), stored)
     give_rows(engine, (0, 0))
@@ -275,6 +276,9 @@ def test_dummy_weights_need_no_weight_file(make_engine: MakeEngine) -> None:
         ),
         ({"dtype": "float3"}, "float3"),
         ({"dtype": 5}, "5"),
+        ({"dtype": "int8"}, r"^dtype \(--dtype\) must be auto, float32.*, float, got 'int8'"),
+        ({"kv_dtype": "int4"}, r"^kv_dtype \(--kv-dtype\) .*, int16, int8, got 'int4'"),
+        ({"kv_dtype": torch.int32}, "int32"),
     ],
 )
 def test_a_name_that_means_nothing_is_one_clear_error(
@@ -292,10 +296,16 @@ def test_a_pool_that_holds_nothing_is_refused_with_the_way_out(make_engine: Make
 
 
 def test_on_a_cpu_the_pool_is_sized_by_its_bytes(make_engine: MakeEngine) -> None:
-    engine = make_engine(num_page_override=None, cpu_kv_cache_bytes=1 << 20, page_size=16)
+    fields = {"num_page_override": None, "cpu_kv_cache_bytes": 1 << 20, "page_size": 16}
+    engine = make_engine(**fields)
     page_bytes = 2 * 2 * 16 * 2 * 16 * 4
     assert engine.num_pages == (1 << 20) // page_bytes - 1
     assert engine.kv_cache._kv_buffer.nbytes <= 1 << 20
+    engine.shutdown()
+    narrow = make_engine(kv_dtype="int8", **fields)  # a quarter, and 4 bytes for 16 numbers
+    assert narrow.num_pages == (1 << 20) // (page_bytes * (16 + 4) // 64) - 1
+    cache = narrow.kv_cache
+    assert cache._kv_buffer.nbytes + cache._scales.nbytes == narrow.memory_report.kv_bytes
 
 
 def test_the_memory_report_adds_up(make_engine: MakeEngine) -> None:

@@ -21,6 +21,7 @@ from minisgl.kernel.program import Program
 from minisgl.llm import LLM
 
 from tests.engine.conftest import MakeEngine
+from tests.integer_kv import INTEGERS
 from tests.llm.tiny import write_model
 
 EXPERTS = {
@@ -74,10 +75,11 @@ def by_layers(engine: Engine, batch: Batch) -> torch.Tensor:
         return engine.model.forward()[: batch.size]
 
 
+@pytest.mark.parametrize("kv_dtype", ["float32", *INTEGERS])
 def test_a_forward_runs_the_program_and_equals_the_layers(
-    make_engine: MakeEngine, runs: list[int]
+    make_engine: MakeEngine, runs: list[int], kv_dtype: Any
 ) -> None:
-    engine = make_engine(attention_backend="native")
+    engine = make_engine(attention_backend="native", kv_dtype=kv_dtype)
     batch = prefill_batch(engine, [9, 1, 20])
     actual = engine.forward(batch)
     assert runs == [30] and actual.shape == (3, engine.vocab_size)

@@ -12,6 +12,7 @@ from minisgl.core import SamplingParams
 from minisgl.kernel import native
 from minisgl.llm import LLM
 
+from tests.integer_kv import INTEGERS
 from tests.llm.test_against_transformers import collect_logits
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="a promise of the native kernels")
@@ -28,10 +29,16 @@ def prompts() -> list[list[int]]:
     return [watched[:45], *rest]
 
 
+@pytest.fixture(scope="module", params=["auto", *INTEGERS], ids=str)
+def kv_dtype(request: Any) -> Any:
+    """How K and V are stored."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def expected() -> Iterator[torch.Tensor]:
+def expected(kv_dtype: Any) -> Iterator[torch.Tensor]:
     """Logits float32 (tokens, vocabulary) of the first prompt alone."""
-    llm = LLM("default", dtype="auto", num_page_override=512)
+    llm = LLM("default", dtype="auto", num_page_override=512, kv_dtype=kv_dtype)
     yield watched_logits(llm, prompts()[:1])
     llm.shutdown()
 
@@ -55,9 +62,10 @@ def watched_logits(llm: Any, given: list[list[int]]) -> torch.Tensor:
     ids=lambda fields: "-".join(f"{k}={v}" for k, v in fields.items()) or "plain",
 )  # fmt: skip
 def test_among_31_others_in_chunks_in_pages_and_after_a_cache_hit(
-    expected: torch.Tensor, fields: dict[str, Any]
+    expected: torch.Tensor, fields: dict[str, Any], kv_dtype: Any
 ) -> None:
-    llm = LLM("default", dtype="auto", **{"num_page_override": 4096, **fields})
+    fields = {"num_page_override": 4096, "kv_dtype": kv_dtype, **fields}
+    llm = LLM("default", dtype="auto", **fields)
     try:
         assert torch.equal(watched_logits(llm, prompts()), expected)
         assert torch.equal(watched_logits(llm, prompts()[:1]), expected)  # after a hit, if cached

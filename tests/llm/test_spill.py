@@ -15,6 +15,7 @@ from minisgl.core import ConfigError, InvalidRequestError, SamplingParams
 from minisgl.kernel import native
 from minisgl.message import FlushMsg
 
+from tests.integer_kv import INTEGERS
 from tests.llm.conftest import MakeLLM
 from tests.llm.test_against_transformers import collect_logits
 from tests.llm.tiny import write_model
@@ -58,11 +59,11 @@ def run(llm: Any, prompts: list[list[int]]) -> Run:
 
 
 @exact
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16", *INTEGERS])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("has_file", [False, True], ids=["memory", "file"])
 def test_what_comes_back_from_the_second_tier_has_the_same_bits(
-    make_llm: MakeLLM, tmp_path: Path, page_size: int, kv_dtype: str, has_file: bool
+    make_llm: MakeLLM, tmp_path: Path, page_size: int, kv_dtype: Any, has_file: bool
 ) -> None:
     fields = {"page_size": page_size, "num_page_override": 80 // page_size, "kv_dtype": kv_dtype}
     where = {"kv_spill_dir": str(tmp_path)} if has_file else {}
@@ -77,11 +78,12 @@ def test_what_comes_back_from_the_second_tier_has_the_same_bits(
 
 
 @exact
+@pytest.mark.parametrize("kv_dtype", ["float32", *INTEGERS])
 @pytest.mark.parametrize("has_tier", [False, True], ids=["plain", "tier"])
 def test_saved_prefixes_give_another_run_the_same_bits(
-    make_llm: MakeLLM, tmp_path: Path, has_tier: bool
+    make_llm: MakeLLM, tmp_path: Path, has_tier: bool, kv_dtype: Any
 ) -> None:
-    fields: dict[str, Any] = {"page_size": 4, "num_page_override": 128}
+    fields: dict[str, Any] = {"page_size": 4, "num_page_override": 128, "kv_dtype": kv_dtype}
     if has_tier:
         fields |= {"num_page_override": 20, "kv_spill_bytes": 1 << 22}
     prompts = make_prompts()
@@ -140,9 +142,12 @@ def test_a_damaged_file_is_one_line_in_the_log_and_never_wrong_kv(
 
 @pytest.mark.parametrize(
     "fields",
-    [{"page_size": 2, "num_page_override": 256}, {"kv_dtype": "float16"}, {"dtype": "float16"}],
-    ids=lambda fields: "-".join(fields),
-)
+    [
+        {"page_size": 2, "num_page_override": 256}, {"kv_dtype": "float16"}, {"kv_dtype": "int8"},
+        {"dtype": "float16"},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values())),
+)  # fmt: skip
 def test_a_file_of_other_settings_is_ignored(
     make_llm: MakeLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
 ) -> None:
