@@ -95,13 +95,15 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("window", [None, 1, 5, 130])
 def test_equals_the_torch_backend(window: int | None, dtype: torch.dtype, threads: int) -> None:
     worlds = [World(4, dtype, name) for name in ("native", "torch")]
+    # With integers, kernels may round queries and weights to 13 bits.
+    tolerance = 1e-5 if dtype.is_floating_point else 1e-3
     for spans in (
         [(0, 0, 9), (1, 0, 300), (2, 0, 1), (3, 0, 64)],
         [(1, 300, 301), (3, 64, 65), (0, 9, 10), (2, 1, 2)],
         [(0, 10, 11), (4, 0, 150), (3, 65, 80), (2, 2, 3), (1, 301, 302)],
     ):
         ours, twin = (world.run(spans, window) for world in worlds)
-        assert (ours - twin).abs().max().item() < 1e-5
+        assert (ours - twin).abs().max().item() < tolerance
     stored, twins = (world.ctx.kv_cache.read_pages(range(0, 500, 7)) for world in worlds)
     assert torch.equal(stored, twins)
 

@@ -80,12 +80,14 @@ def test_a_forward_runs_the_program_and_equals_the_layers(
     make_engine: MakeEngine, runs: list[int], kv_dtype: Any
 ) -> None:
     engine = make_engine(attention_backend="native", kv_dtype=kv_dtype)
+    # Where the last bit of a number moves a code by one, more than that bit differs.
+    tolerance, step = (1e-5, 1e-5) if kv_dtype == "float32" else (1e-3, 1)
     batch = prefill_batch(engine, [9, 1, 20])
     actual = engine.forward(batch)
     assert runs == [30] and actual.shape == (3, engine.vocab_size)
     kv = engine.kv_cache._kv_buffer.clone()
-    torch.testing.assert_close(actual, by_layers(engine, batch), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(kv, engine.kv_cache._kv_buffer, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, by_layers(engine, batch), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(kv, engine.kv_cache._kv_buffer, rtol=1e-5, atol=step)
     for req in batch.reqs:
         req.complete_one()
         req.append_host(65)
@@ -93,7 +95,7 @@ def test_a_forward_runs_the_program_and_equals_the_layers(
     prepare(engine, decode)
     actual = engine.forward(decode)
     assert runs == [30, 3]
-    torch.testing.assert_close(actual, by_layers(engine, decode), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual, by_layers(engine, decode), rtol=tolerance, atol=tolerance)
 
 
 def test_other_rows_than_the_last_may_be_wanted(make_engine: MakeEngine) -> None:

@@ -30,8 +30,8 @@ def read_text(kv_dtype: Any) -> Found:
 
     With float32 weights: where activations are rounded to 8 bits, that alone is 3e-3 of noise.
     """
-    fields = {"dtype": "float32", "kv_dtype": kv_dtype, "num_page_override": 512}
-    with LLM("default", **fields) as llm:
+    fields = {"kv_dtype": kv_dtype, "num_page_override": 512, "num_threads": 1}
+    with LLM("default", dtype="float32", **fields) as llm:
         answer = llm.generate(["The capital of France is"], SamplingParams(max_tokens=1))[0]
         ids, rows = llm.tokenizer.encode(TEXT), collect_logits(llm)
         params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -64,10 +64,11 @@ def test_native_and_torch_backends_agree(make_llm: MakeLLM, kv_dtype: torch.dtyp
     for backend in ("native", "torch"):
         llm = make_llm(kv_dtype=kv_dtype, attention_backend=backend)
         rows = collect_logits(llm)
-        llm.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+        for _ in range(2):  # computed, and then all but the last token found in the cache
+            llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True))
         found.append(torch.cat([torch.stack(row) for row in rows.values()]))
-    # Of logits up to 5. A last bit of x may move a code by one: 5e-4 in 100 prompts.
-    torch.testing.assert_close(*found, atol=3e-3, rtol=0)
+    # Of logits up to 5; a last bit of a number may move its code by one.
+    torch.testing.assert_close(*found, atol=0.02, rtol=0)
 
 
 def test_int8_has_room_for_almost_twice_as_many_tokens() -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 # The largest code of K and V that are kept as integers.
 CODE_LIMITS = {torch.int8: 127, torch.int16: 4095}
-LEAST_MAGNITUDE = 1e-36  # a head whose numbers are below is nothing: limit / largest overflows
+LEAST_STEP = 1e-38  # a head whose scale would be below is nothing: limit / largest overflows
 
 
 def rmsnorm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
@@ -104,7 +104,7 @@ def to_codes(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     largest = wide.abs().amax(-1, keepdim=True)
     limit = torch.tensor(float(CODE_LIMITS[dtype]), device=x.device)
     is_finite = largest < float("inf")
-    is_something = is_finite & (largest > LEAST_MAGNITUDE)
+    is_something = is_finite & (largest > limit * LEAST_STEP)
     factor = torch.where(is_something, limit / largest, 0.0)
     codes = torch.where(is_finite, wide, 0.0).mul_(factor).round_().to(dtype)
     scale = torch.where(is_something, largest / limit, 0.0)
