@@ -85,8 +85,8 @@ class EngineConfig:
     `num_threads` 0 follows the process's CPU affinity and its cgroup. `quant` "auto" keeps
     quantised files packed on a CPU unless `dtype` is float32 by name; "none" makes floats of them;
     "q4" and "q8" also pack float files. `revision` pins a hub model; `kv_dtype` is how K and V are
-    stored, "int8" and "int16" on a CPU only; `sampling_defaults` "model" lets `generation_config.json` decide what a request does not
-    say.
+    stored, "int8" and "int16" on a CPU only; `sampling_defaults` "model" lets
+    `generation_config.json` decide what a request does not say.
     """
 
     model_path: str
