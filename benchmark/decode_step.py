@@ -1,6 +1,6 @@
 """Where the time of one forward goes, kind of step by kind of step, against the memory bandwidth.
 
-    python benchmark/decode_step.py [--streams 1,8,32] [--context 64] [--prefill 512] [--threads 2]
+    python benchmark/decode_step.py [--streams 1,8,32] [--context 64] [--prefill 512] [--threads 2] [--kv-dtype int16]
 
 Runs the default model, packed as stored, as a recorded program (no engine, no scheduler). Each of
 the few hundred steps counts with its fastest round, since on a shared machine everything slower is
@@ -27,6 +27,7 @@ from minisgl.models.packing import pack_stored
 from minisgl.utils import torch_dtype
 
 PROBE_BYTES = 96 << 20
+KV_DTYPES = ("float32", "bfloat16", "float16", "int16", "int8")
 
 
 def load_program(
@@ -127,13 +128,16 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64, help="tokens before the decoded one")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of one prompt, 0 for none")
     parser.add_argument("--threads", type=int, default=0, help="0: all")
+    parser.add_argument("--kv-dtype", default="float16", choices=KV_DTYPES, help="of K and V")
     parser.add_argument("--seconds", type=float, default=3.0, help="per case")
     args = parser.parse_args()
     if args.threads:
         native.set_num_threads(args.threads)
     streams = [int(n) for n in args.streams.split(",") if n]
     num_locations = max([args.prefill, *(n * (args.context + 1) for n in streams)])
-    program, vocab = load_program(args.model, num_locations, max(args.context + 1, args.prefill))
+    max_len = max(args.context + 1, args.prefill)
+    kv_dtype = getattr(torch, args.kv_dtype)
+    program, vocab = load_program(args.model, num_locations, max_len, kv_dtype)
     cases = []
     for n in streams:
         run = make_run(program, vocab, n, args.context, args.context + 1)
