@@ -7,8 +7,10 @@
 // One (query, head) gives the same bits alone and among others, whatever the chunks of the prompt,
 // the page size, the number of threads or the instruction set:
 //   a score is one chain of fused multiply-adds over the columns, from 0, of the query times scale;
+//   over codes it is the exact dot product of codes, times the key's scale, times the query's;
 //   blocks of 64 keys and splits of 256 lie at absolute positions, counted from position 0;
-//   inside a split blocks follow each other (online softmax), and the output is a chain over keys;
+//   inside a split blocks follow each other (online softmax), and the output is a chain over keys,
+//   over codes a chain over blocks of exact sums of weights' codes times values' codes;
 //   the splits are merged in order, whether one thread or many computed them.
 // A query never touches a key that it does not see, not even with a weight of 0.
 #pragma once
@@ -17,14 +19,18 @@
 
 namespace minisgl {
 
-enum class KvKind : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3 };
-constexpr int kNumKvKinds = 4;
+enum class KvKind : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3, kInt16 = 4 };
+constexpr int kNumKvKinds = 5;
+
+constexpr bool has_scales(KvKind kind) { return kind == KvKind::kInt8 || kind == KvKind::kInt16; }
+// Codes lie in [-largest_code, largest_code]; other numbers in the pool give wrong sums.
+constexpr int32_t largest_code(KvKind kind) { return kind == KvKind::kInt8 ? 127 : 4095; }
 
 constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kKeySplit = 256;
 constexpr int64_t kMaxHeadDim = 1024;
 
-// int8: value = code * scale, one scale per location and head at [location * num_kv_heads + head].
+// int8, int16: value = code * scale, one scale per location and head at [location * num_kv_heads + head].
 struct KVView {
   KvKind kind;
   const void* k;

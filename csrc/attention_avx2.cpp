@@ -13,6 +13,10 @@ struct Avx2 {
   struct Vec {
     __m256 low, high;
   };
+  struct Ints {  // 16 sums
+    __m256i low, high;
+  };
+  using Pairs = Ints;  // 16 of them, or one 16 times
 
   static MINISGL_INLINE Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
   static MINISGL_INLINE Vec load(const float* p) {
@@ -35,6 +39,9 @@ struct Avx2 {
   static MINISGL_INLINE Vec mul(Vec a, Vec b) {
     return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
   }
+  static MINISGL_INLINE Vec div(Vec a, Vec b) {
+    return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)};
+  }
   static MINISGL_INLINE Vec fma(Vec a, Vec b, Vec c) {
     return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
   }
@@ -56,24 +63,55 @@ struct Avx2 {
   static MINISGL_INLINE Vec load_float16(const uint16_t* p) {
     return {widen_float16(p), widen_float16(p + 8)};
   }
-  static MINISGL_INLINE __m256 widen_int8(const int8_t* p) {
-    const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
-  }
-  static MINISGL_INLINE Vec load_int8(const int8_t* p) {
-    return {widen_int8(p), widen_int8(p + 8)};
-  }
-  static MINISGL_INLINE __m256 widen_int16(const uint16_t* p) {
-    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(codes));
-  }
-  static MINISGL_INLINE Vec load_int16(const uint16_t* p) {
-    return {widen_int16(p), widen_int16(p + 8)};
-  }
   static MINISGL_INLINE void store_float16(uint16_t* p, Vec a) {
     constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.low, kNearest));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.high, kNearest));
+  }
+
+  static MINISGL_INLINE Ints zero_ints() {
+    return {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  }
+  static MINISGL_INLINE Vec to_floats(Ints a) {
+    return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)};
+  }
+  static MINISGL_INLINE __m256i get(const void* p) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+  }
+  static MINISGL_INLINE void put(void* p, __m256i a) {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), a);
+  }
+  static MINISGL_INLINE Pairs load_pairs(const Pair* p) { return {get(p), get(p + 8)}; }
+  static MINISGL_INLINE void store_pairs(Pair* p, Pairs a) {
+    put(p, a.low);
+    put(p + 8, a.high);
+  }
+  static MINISGL_INLINE Pairs broadcast_pair(const Pair* p) {
+    int32_t both;
+    std::memcpy(&both, p, sizeof(both));
+    const __m256i all = _mm256_set1_epi32(both);
+    return {all, all};
+  }
+  // Both products of each lane, added to its sum.
+  static MINISGL_INLINE Ints dot(Pairs a, Pairs b, Ints sum) {
+    return {_mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low)),
+            _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high))};
+  }
+  static MINISGL_INLINE __m256i join(__m256 first, __m256 second) {
+    const __m256i high = _mm256_slli_epi32(_mm256_castps_si256(second), 16);
+    return _mm256_blend_epi16(_mm256_castps_si256(first), high, 0xaa);
+  }
+  // The low halves of the lanes side by side.
+  static MINISGL_INLINE Pairs join_codes(Vec first, Vec second) {
+    return {join(first.low, second.low), join(first.high, second.high)};
+  }
+  // Pairs of 32 columns of two rows.
+  static MINISGL_INLINE void interleave(const int16_t* a, const int16_t* b, Pairs (&out)[2]) {
+    for (int i = 0; i < 2; ++i) {
+      const __m256i x = _mm256_permute4x64_epi64(get(a + 16 * i), 0xd8);
+      const __m256i y = _mm256_permute4x64_epi64(get(b + 16 * i), 0xd8);
+      out[i] = {_mm256_unpacklo_epi16(x, y), _mm256_unpackhi_epi16(x, y)};
+    }
   }
 
   // 2^n where the low bits of `shifted` hold n + 127.
@@ -118,9 +156,6 @@ struct Avx2 {
     return _mm256_loadu2_m128i(reinterpret_cast<const __m128i*>(rows[step] + column),
                                reinterpret_cast<const __m128i*>(rows[0] + column));
   }
-  static MINISGL_INLINE void put(void* p, __m256i a) {
-    _mm256_storeu_si256(static_cast<__m256i*>(p), a);
-  }
   // Eight columns of 16 rows: out[i * 64 + r] = rows[r][column + i].
   static MINISGL_INLINE void turn(const uint16_t* const* rows, int64_t column, uint16_t* out) {
     __m256i z[8], y[8];
@@ -140,16 +175,18 @@ struct Avx2 {
       put(out + (r + 1) * kKeyBlock, _mm256_unpackhi_epi16(z[r], z[r + 1]));
     }
   }
-  // Four columns of 8 rows.
-  static MINISGL_INLINE void turn(const float* const* rows, int64_t column, float* out) {
+  // Four columns, of 32 bits, of 8 rows.
+  template <class T>
+  static MINISGL_INLINE void turn(const T* const* rows, int64_t column, T* out) {
+    static_assert(sizeof(T) == 4, "floats or pairs");
     __m256 z[4];
     for (int r = 0; r < 4; ++r) z[r] = _mm256_castsi256_ps(two(rows + r, 4, column));
     const __m256 a = _mm256_unpacklo_ps(z[0], z[1]), b = _mm256_unpackhi_ps(z[0], z[1]);
     const __m256 c = _mm256_unpacklo_ps(z[2], z[3]), e = _mm256_unpackhi_ps(z[2], z[3]);
-    _mm256_storeu_ps(out, _mm256_shuffle_ps(a, c, 0x44));
-    _mm256_storeu_ps(out + kKeyBlock, _mm256_shuffle_ps(a, c, 0xee));
-    _mm256_storeu_ps(out + 2 * kKeyBlock, _mm256_shuffle_ps(b, e, 0x44));
-    _mm256_storeu_ps(out + 3 * kKeyBlock, _mm256_shuffle_ps(b, e, 0xee));
+    put(out, _mm256_castps_si256(_mm256_shuffle_ps(a, c, 0x44)));
+    put(out + kKeyBlock, _mm256_castps_si256(_mm256_shuffle_ps(a, c, 0xee)));
+    put(out + 2 * kKeyBlock, _mm256_castps_si256(_mm256_shuffle_ps(b, e, 0x44)));
+    put(out + 3 * kKeyBlock, _mm256_castps_si256(_mm256_shuffle_ps(b, e, 0xee)));
   }
 };
 

@@ -11,6 +11,8 @@ struct Avx512 {
   static constexpr int kRows = 6, kSums = 24;
   static constexpr int64_t kTurned = 64;  // bytes of keys, one column, turned at once
   using Vec = __m512;
+  using Ints = __m512i;   // 16 sums
+  using Pairs = __m512i;  // 16 of them, or one 16 times
 
   static MINISGL_INLINE Vec zero() { return _mm512_setzero_ps(); }
   static MINISGL_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
@@ -19,6 +21,7 @@ struct Avx512 {
   static MINISGL_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
   static MINISGL_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
   static MINISGL_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+  static MINISGL_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
   static MINISGL_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
   static MINISGL_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // a > b ? a : b
   static MINISGL_INLINE float first(Vec a) { return _mm512_cvtss_f32(a); }
@@ -30,17 +33,37 @@ struct Avx512 {
   static MINISGL_INLINE Vec load_float16(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
-  static MINISGL_INLINE Vec load_int8(const int8_t* p) {
-    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
-  }
-  static MINISGL_INLINE Vec load_int16(const uint16_t* p) {
-    const __m256i codes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(codes));
-  }
   static MINISGL_INLINE void store_float16(uint16_t* p, Vec a) {
     const __m256i half = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+  }
+
+  static MINISGL_INLINE Ints zero_ints() { return _mm512_setzero_si512(); }
+  static MINISGL_INLINE Vec to_floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+  static MINISGL_INLINE Pairs load_pairs(const Pair* p) { return _mm512_loadu_si512(p); }
+  static MINISGL_INLINE void store_pairs(Pair* p, Pairs a) { _mm512_storeu_si512(p, a); }
+  static MINISGL_INLINE Pairs broadcast_pair(const Pair* p) {
+    int32_t both;
+    std::memcpy(&both, p, sizeof(both));
+    return _mm512_set1_epi32(both);
+  }
+  // Both products of each lane, added to its sum. Of the intrinsic GCC keeps copies of the sum.
+  static MINISGL_INLINE Ints dot(Pairs a, Pairs b, Ints sum) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+  }
+  // The low halves of the lanes side by side.
+  static MINISGL_INLINE Pairs join_codes(Vec first, Vec second) {
+    const __m512i high = _mm512_slli_epi32(_mm512_castps_si512(second), 16);
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_castps_si512(first), high);
+  }
+  // Pairs of 32 columns of two rows.
+  static MINISGL_INLINE void interleave(const int16_t* a, const int16_t* b, Pairs (&out)[2]) {
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i x = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(a));
+    const __m512i y = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(b));
+    out[0] = _mm512_unpacklo_epi16(x, y);
+    out[1] = _mm512_unpackhi_epi16(x, y);
   }
 
   // 2^n where the low bits of `shifted` hold n + 127.
@@ -122,8 +145,10 @@ struct Avx512 {
       _mm512_storeu_si512(out + (r + 1) * kKeyBlock, _mm512_unpackhi_epi16(z[r], z[r + 1]));
     }
   }
-  // Four columns of 16 rows.
-  static MINISGL_INLINE void turn(const float* const* rows, int64_t column, float* out) {
+  // Four columns, of 32 bits, of 16 rows.
+  template <class T>
+  static MINISGL_INLINE void turn(const T* const* rows, int64_t column, T* out) {
+    static_assert(sizeof(T) == 4, "floats or pairs");
     __m512 z[4];
     for (int r = 0; r < 4; ++r) z[r] = _mm512_castsi512_ps(four(rows + r, 4, column));
     const __m512 a = _mm512_unpacklo_ps(z[0], z[1]), b = _mm512_unpackhi_ps(z[0], z[1]);

@@ -5,7 +5,8 @@
 // For each block of 64 keys: the keys are laid on their side (column by column, 64 keys each), so
 // that a score is a chain over the columns in some lane; rows go through in groups that share each
 // loaded key and value. Few rows widen 16-bit keys and values as they read them, many rows find
-// them widened once. Grouping decides who shares loads, never the order of a sum.
+// them widened once. Grouping decides who shares loads, never the order of a sum. What is different
+// over codes is in attention_integer_body.h.
 #pragma once
 
 #include "attention_load_body.h"
@@ -36,9 +37,9 @@ template <class V, int R>
 constexpr int kVecsOf = V::kSums / R >= 4 ? 4 : V::kSums / R >= 2 ? 2 : 1;
 
 // scores[row][key] for R rows and N vectors of keys from vector g on.
-template <class V, int R, int N, KvKind kStored, bool kScaled>
-MINISGL_INLINE void score_tile(const Scratch& s, const KeyBlock<kStored, kScaled>& block,
-                               const float* q, int64_t dim, int g) {
+template <class V, int R, int N, KvKind kStored>
+MINISGL_INLINE void score_tile(const Scratch& s, const KeyBlock<kStored>& block, const float* q,
+                               int64_t dim, int g) {
   typename V::Vec acc[R][N];
   for (int r = 0; r < R; ++r) {
     for (int n = 0; n < N; ++n) acc[r][n] = V::zero();
@@ -47,7 +48,7 @@ MINISGL_INLINE void score_tile(const Scratch& s, const KeyBlock<kStored, kScaled
   const int64_t pad = s.pad;
   for (int64_t d = 0; d < dim; ++d, ++q, keys += kKeyBlock) {
     typename V::Vec key[N];
-    for (int n = 0; n < N; ++n) key[n] = load_turned<V, kStored>(keys + n * kVecLanes);
+    for (int n = 0; n < N; ++n) key[n] = load_element<V, kStored>(keys + n * kVecLanes);
     for (int r = 0; r < R; ++r) {
       const auto query = V::broadcast(q[r * pad]);
       for (int n = 0; n < N; ++n) acc[r][n] = V::fma(query, key[n], acc[r][n]);
@@ -55,11 +56,7 @@ MINISGL_INLINE void score_tile(const Scratch& s, const KeyBlock<kStored, kScaled
   }
   for (int n = 0; n < N; ++n) {
     const int64_t at = (g + n) * kVecLanes;
-    for (int r = 0; r < R; ++r) {
-      auto score = acc[r][n];
-      if constexpr (kScaled) score = V::mul(score, V::load(s.k_scale + at));
-      V::store(s.scores + r * kKeyBlock + at, score);
-    }
+    for (int r = 0; r < R; ++r) V::store(s.scores + r * kKeyBlock + at, acc[r][n]);
   }
 }
 
@@ -126,16 +123,31 @@ template <int R>
 struct Ranges {
   int64_t begin[R], end[R];
   int64_t low, high;
+
+  Ranges(const AttentionTask& task, const int32_t* position, int64_t base)
+      : low(kKeyBlock), high(0) {
+    for (int r = 0; r < R; ++r) {
+      begin[r] = clamp(task.low(position[r]) - base, 0, kKeyBlock);
+      end[r] = clamp(position[r] + 1 - base, 0, kKeyBlock);
+      low = min64(low, begin[r]);
+      high = max64(high, end[r]);
+    }
+  }
 };
 
-// Scores of R rows become weights; keys that a row does not see get none. Updates maximum and sum
-// of the rows; factor[row] is for what they have gathered so far.
-template <class V, bool kScaled, int R, bool kFull>
-void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>& range, float* factor) {
-  const int64_t g_begin = kFull ? 0 : range.low / kVecLanes;
-  const int64_t g_end = kFull ? kKeyVecs : (range.high + kVecLanes - 1) / kVecLanes;
+// Scores of R rows, in vectors [g_begin, g_end), become weights; keys that a row does not see get
+// none. Updates maximum and sum of the rows; factor[row] is for what they have gathered so far.
+// kCodes: scores want multiplying by q_scale of their row, weights by v_scale of their key, after
+// which most[row] is the largest.
+template <class V, bool kCodes, int R, bool kFull>
+void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>* range, int64_t g_begin,
+                  int64_t g_end, float* factor, float* most) {
+  if constexpr (kFull) {
+    g_begin = 0;
+    g_end = kKeyVecs;
+  }
   alignas(64) float shifts[kVecLanes];
-  typename V::Vec each[R];
+  typename V::Vec each[R], scaled[R];
   for (int r = 0; r < R; ++r) {
     float* scores = s.scores + r * kKeyBlock;
     each[r] = V::broadcast(kNone);
@@ -143,31 +155,43 @@ void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>& range, float
       auto x = V::load(scores + g * kVecLanes);
       if constexpr (!kFull) {
         const auto key = V::load(kIota + g * kVecLanes), none = V::broadcast(kNone);
-        x = V::where_less(key, V::broadcast(static_cast<float>(range.end[r])), x, none);
-        x = V::where_less(key, V::broadcast(static_cast<float>(range.begin[r])), none, x);
+        x = V::where_less(key, V::broadcast(static_cast<float>(range->end[r])), x, none);
+        x = V::where_less(key, V::broadcast(static_cast<float>(range->begin[r])), none, x);
         V::store(scores + g * kVecLanes, x);
       }
       each[r] = V::max(x, each[r]);
     }
   }
   float *max = s.split.max + first, *sum = s.split.sum + first;
-  const auto before = V::load(max), now = V::max(V::template largests<R>(each), before);
+  auto largest = V::template largests<R>(each);
+  if constexpr (kCodes) largest = V::mul(largest, V::load(s.q_scale + first));
+  const auto before = V::load(max), now = V::max(largest, before);
   // Where there was no finite score so far there is nothing to subtract.
   const auto shift = V::where_less(V::broadcast(kNone), now, now, V::zero());
-  V::store(shifts, shift);
+  V::store(shifts, kCodes ? V::sub(V::zero(), shift) : shift);
   for (int r = 0; r < R; ++r) {
     float* scores = s.scores + r * kKeyBlock;
     const auto down = V::broadcast(shifts[r]);
     each[r] = V::zero();
-    for (int64_t g = g_begin; g < g_end; ++g) {
-      auto weight = exp2_vec<V>(V::sub(V::load(scores + g * kVecLanes), down));
-      each[r] = V::add(each[r], weight);
-      if constexpr (kScaled) {
+    if constexpr (kCodes) {
+      const auto scale = V::broadcast(s.q_scale[first + r]);
+      scaled[r] = V::zero();
+      for (int64_t g = g_begin; g < g_end; ++g) {
+        auto weight = exp2_vec<V>(V::fma(V::load(scores + g * kVecLanes), scale, down));
+        each[r] = V::add(each[r], weight);
         weight = V::mul(weight, V::load(s.v_scale + g * kVecLanes));
+        scaled[r] = V::max(weight, scaled[r]);
+        V::store(scores + g * kVecLanes, weight);
       }
-      V::store(scores + g * kVecLanes, weight);
+    } else {
+      for (int64_t g = g_begin; g < g_end; ++g) {
+        const auto weight = exp2_vec<V>(V::sub(V::load(scores + g * kVecLanes), down));
+        each[r] = V::add(each[r], weight);
+        V::store(scores + g * kVecLanes, weight);
+      }
     }
   }
+  if constexpr (kCodes) V::store(most, V::template largests<R>(scaled));
   const auto keep = exp2_vec<V>(V::sub(before, shift)), old = V::load(sum);
   V::store(factor, keep);
   const auto all = V::fma(old, keep, V::template sums<R>(each));
@@ -177,39 +201,31 @@ void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>& range, float
 }
 
 // R rows from row `first` on, through one block.
-template <class V, int R, KvKind kStored, bool kScaled>
-void block_rows(const AttentionTask& task, const Scratch& s,
-                const KeyBlock<kStored, kScaled>& block, int64_t first,
-                const NextKeys* next) {
+template <class V, int R, KvKind kStored>
+void block_rows(const AttentionTask& task, const Scratch& s, const KeyBlock<kStored>& block,
+                int64_t first, const NextKeys* next) {
   const int64_t dim = task.shape->head_dim, pad = s.pad;
   const float* q = s.queries + first * pad;
   float* out = s.split.out + first * pad;
   alignas(64) float factor[kVecLanes];
-  Ranges<R> range;
   if (block.full) {
     score_rows<V, R>(s, block, q, dim, 0, kKeyVecs);
-    softmax_rows<V, kScaled, R, true>(s, first, range, factor);
+    softmax_rows<V, false, R, true>(s, first, nullptr, 0, kKeyVecs, factor, nullptr);
     value_rows<V, kStored, R>(block.values, s.scores, 0, kKeyBlock, factor, out, pad, next);
     return;
   }
-  range.low = kKeyBlock;
-  range.high = 0;
+  const Ranges<R> range(task, s.position + first, block.base);
+  if (range.low >= range.high) return;
   int64_t shared_begin = 0, shared_end = kKeyBlock;  // what all rows see
   for (int r = 0; r < R; ++r) {
-    const int64_t position = s.position[first + r];
-    range.begin[r] = clamp(task.low(position) - block.base, 0, kKeyBlock);
-    range.end[r] = clamp(position + 1 - block.base, 0, kKeyBlock);
-    range.low = min64(range.low, range.begin[r]);
-    range.high = max64(range.high, range.end[r]);
     shared_begin = max64(shared_begin, range.begin[r]);
     shared_end = min64(shared_end, range.end[r]);
   }
-  if (range.low >= range.high) return;
   shared_end = max64(shared_begin, shared_end);
   const int first_vec = static_cast<int>(range.low / kVecLanes);
   const int last_vec = static_cast<int>((range.high + kVecLanes - 1) / kVecLanes);
   score_rows<V, R>(s, block, q, dim, first_vec, last_vec);
-  softmax_rows<V, kScaled, R, false>(s, first, range, factor);
+  softmax_rows<V, false, R, false>(s, first, &range, first_vec, last_vec, factor, nullptr);
   // Each key in turn for each row: those before what all see, those that all see, those after.
   for (int r = 0; r < R; ++r) {
     const int64_t end = min64(shared_begin, range.end[r]);
@@ -226,20 +242,6 @@ void block_rows(const AttentionTask& task, const Scratch& s,
     if (begin >= range.end[r]) continue;
     value_rows<V, kStored, 1>(block.values, s.scores + r * kKeyBlock, begin, range.end[r], &one,
                               out + r * pad, pad);
-  }
-}
-
-// All rows of the tile, in groups of V::kRows and a smaller last one; the first fetches `next`.
-template <class V, class Block, int R = V::kRows>
-void block_all_rows(const AttentionTask& task, const Scratch& s, const Block& block,
-                    int64_t first, const NextKeys* next) {
-  const int64_t rows = task.num_rows();
-  for (; first + R <= rows; first += R) {
-    block_rows<V, R>(task, s, block, first, next);
-    next = nullptr;
-  }
-  if constexpr (R > 1) {
-    if (first < rows) block_all_rows<V, Block, R - 1>(task, s, block, first, next);
   }
 }
 

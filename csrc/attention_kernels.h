@@ -19,11 +19,12 @@ MINISGL_INLINE int64_t padded_dim(int64_t dim) {
   return (dim + kVecLanes - 1) / kVecLanes * kVecLanes;
 }
 
-// Elements of a task's working memory: keys on their side as stored and as floats, values, scores,
-// and for each row query, output and state of the current split and of all splits so far.
+// Elements of a task's working memory: keys on their side as stored and as floats, values, scores
+// and weights as codes, scales, and for each row query and its scale, output and state of the
+// current split and of all splits so far.
 MINISGL_INLINE int64_t scratch_floats(int64_t dim, int64_t rows) {
   return padded_dim(dim) * (3 * kKeyBlock + 3 * rows) + kKeyBlock * (kMaxRows + 2) +
-         5 * (rows + 2 * kVecLanes);
+         kKeyBlock / 2 * kMaxRows + 6 * (rows + 2 * kVecLanes);
 }
 
 // A split's unmerged result: padded_dim floats a row, then their maxima, then their sums.

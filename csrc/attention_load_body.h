@@ -9,6 +9,7 @@ namespace minisgl {
 namespace {
 
 constexpr int64_t kKeyVecs = kKeyBlock / kVecLanes;
+constexpr int64_t kKeyPairs = kKeyBlock / 2;
 constexpr float kNone = -__builtin_inff();  // the maximum of nothing
 
 alignas(64) constexpr float kIota[kKeyBlock] = {
@@ -22,23 +23,23 @@ struct RowState {
 };
 
 // One block of keys as a task sees it. Positions inside the block are counted from its first key.
-// kStored: what keys and values are when rows read them, floats if they lie widened in scratch;
-// kScaled: they are codes, or were. All kinds share what is compiled for widened ones.
-template <KvKind kStored, bool kScaled>
+// kStored: what keys and values are when rows read them, floats if they lie widened in scratch: all
+// kinds share what is compiled for widened ones.
+template <KvKind kStored>
 struct KeyBlock {
   int64_t base;        // absolute position of the block's first key
   int64_t begin, end;  // what the tile sees of it
   bool full;           // every row sees every key
-  const typename Element<kStored>::Turned* keys;
+  const typename Element<kStored>::Type* keys;  // on their side: [column][64 keys]
   const typename Element<kStored>::Type* values[kKeyBlock];
 };
 
-template <KvKind kKind, bool kPacked>
-using KeyBlockOf = KeyBlock<kPacked ? KvKind::kFloat32 : kKind, kKind == KvKind::kInt8>;
-
-// Working memory of a task, cut from AttentionTask::scratch.
+// Working memory of a task, cut from AttentionTask::scratch. Over codes, queries and turned hold
+// codes, values packed pairs; keys are rows that needed widening or padding.
 struct Scratch {
-  float *queries, *turned, *keys, *values, *scores, *k_scale, *v_scale;
+  float *queries, *turned, *keys, *values, *scores;
+  float *q_scale, *k_scale, *v_scale;  // of each row, of each key of the block
+  Pair* weights;                       // codes of what scores have become: [row][32 pairs]
   RowState split, total;
   int32_t* position;  // of each row
   int64_t pad;
@@ -57,6 +58,8 @@ struct Scratch {
     keys = take(pad * kKeyBlock);
     values = take(pad * kKeyBlock);
     scores = take(kMaxRows * kKeyBlock);
+    weights = reinterpret_cast<Pair*>(take(kMaxRows * kKeyPairs));
+    q_scale = take(whole + kVecLanes);
     k_scale = take(kKeyBlock);
     v_scale = take(kKeyBlock);
     for (RowState* state : {&split, &total}) {
@@ -68,18 +71,17 @@ struct Scratch {
   }
 };
 
-template <class T>
-MINISGL_INLINE void prefetch_row(const T* row, int64_t dim) {
-  const char* p = reinterpret_cast<const char*>(row);
-  const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
+MINISGL_INLINE void prefetch_bytes(const void* row, int64_t bytes) {
+  const char* p = static_cast<const char*>(row);
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
 }
 
-// Turns keys [begin, end) of the block, and neighbours: out[column * 64 + key]. Between the pieces
-// of work the values of the block are fetched, a few at a time.
+// Turns keys [begin, end) of the block, and neighbours: out[column * 64 + key]. A column is an
+// element or a pair of codes. Between the pieces of work the values of the block, value_bytes each,
+// are fetched, a few at a time.
 template <class V, class T, class Value>
 void turn_keys(const T* const* rows, int64_t dim, int64_t begin, int64_t end, T* out,
-               const Value* const* values) {
+               const Value* const* values, int64_t value_bytes) {
   constexpr int64_t kKeys = V::kTurned / static_cast<int64_t>(sizeof(T));
   constexpr int64_t kColumns = 16 / static_cast<int64_t>(sizeof(T));
   for (int64_t g = begin / kKeys * kKeys; g < end; g += kKeys) {
@@ -88,9 +90,9 @@ void turn_keys(const T* const* rows, int64_t dim, int64_t begin, int64_t end, T*
     for (; d + kColumns <= dim; d += kColumns) {
       V::turn(rows + g, d, out + d * kKeyBlock + g);
       const int64_t until = min64(last, g + (d + kColumns) * kKeys / dim);
-      for (; next < until; ++next) prefetch_row(values[next], dim);
+      for (; next < until; ++next) prefetch_bytes(values[next], value_bytes);
     }
-    for (; next < last; ++next) prefetch_row(values[next], dim);
+    for (; next < last; ++next) prefetch_bytes(values[next], value_bytes);
     for (; d < dim; ++d) {
       for (int64_t j = g; j < g + kKeys; ++j) out[d * kKeyBlock + j] = rows[j][d];
     }
@@ -105,19 +107,21 @@ struct NextKeys {
   int64_t count, stride, bytes;
 
   MINISGL_INLINE void fetch(int64_t j) const {
-    const char* p = first + locations[j] * stride;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+    prefetch_bytes(first + locations[j] * stride, bytes);
+  }
+  MINISGL_INLINE void fetch_two(int64_t j) const {
+    if (j < count) fetch(j);
+    if (j + 1 < count) fetch(j + 1);
   }
 };
 
-// Reads keys [begin, end) of the block and prepares its values.
-template <class V, KvKind kKind, bool kPacked>
-void load_block(const AttentionTask& task, const Scratch& s, KeyBlockOf<kKind, kPacked>* block) {
+// Reads keys [begin, end) of the block and prepares its values; floats of any size.
+template <class V, KvKind kKind, KvKind kStored>
+void load_block(const AttentionTask& task, const Scratch& s, const NextKeys&,
+                KeyBlock<kStored>* block) {
   using T = typename Element<kKind>::Type;
-  using Turned = typename Element<kKind>::Turned;
   const KVView& kv = *task.kv;
-  const int64_t dim = task.shape->head_dim, heads = task.shape->num_kv_heads;
-  const int64_t begin = block->begin, end = block->end;
+  const int64_t dim = task.shape->head_dim, begin = block->begin, end = block->end;
   const T* k = static_cast<const T*>(kv.k) + task.kv_head * dim;
   const T* v = static_cast<const T*>(kv.v) + task.kv_head * dim;
   const int32_t* locations = task.locations + block->base;
@@ -126,39 +130,27 @@ void load_block(const AttentionTask& task, const Scratch& s, KeyBlockOf<kKind, k
     const int64_t location = locations[j];
     keys[j] = k + location * kv.token_stride;
     values[j] = v + location * kv.token_stride;
-    if constexpr (kKind == KvKind::kInt8) {
-      s.k_scale[j] = kv.k_scale[location * heads + task.kv_head];
-      s.v_scale[j] = kv.v_scale[location * heads + task.kv_head];
-    }
   }
   // Keys are turned many at a time; where no row looks, any readable key will do.
   for (int64_t j = 0; j < begin; ++j) keys[j] = keys[begin];
   for (int64_t j = end; j < kKeyBlock; ++j) keys[j] = keys[begin];
-  auto* turned = reinterpret_cast<Turned*>(s.turned);
-  if constexpr (kKind == KvKind::kInt8) {
-    const Turned* wide[kKeyBlock];
-    auto* loose = reinterpret_cast<Turned*>(s.values);  // free until values are packed
-    for (int64_t j = 0; j < kKeyBlock; ++j) {
-      Turned* row = loose + j * s.pad;
-      for (int64_t d = 0; d < dim; ++d) row[d] = static_cast<Turned>(keys[j][d]);
-      wide[j] = row;
-    }
-    turn_keys<V>(wide, dim, begin, end, turned, values);
-  } else {
-    turn_keys<V>(keys, dim, begin, end, turned, values);
-  }
-  if constexpr (!kPacked) {
+  auto* turned = reinterpret_cast<T*>(s.turned);
+  turn_keys<V>(keys, dim, begin, end, turned, values, dim * static_cast<int64_t>(sizeof(T)));
+  if constexpr (kStored == kKind) {
     block->keys = turned;
-    for (int64_t j = begin; j < end; ++j) block->values[j] = values[j];
   } else {
-    if constexpr (kKind == KvKind::kFloat32) {
-      block->keys = turned;
-    } else {
-      block->keys = s.keys;
-      for (int64_t i = 0; i < dim * kKeyBlock; i += kVecLanes) {
-        V::store(s.keys + i, load_turned<V, kKind>(turned + i));
-      }
+    block->keys = s.keys;
+    for (int64_t i = 0; i < dim * kKeyBlock; i += kVecLanes) {
+      V::store(s.keys + i, load_element<V, kKind>(turned + i));
     }
+  }
+  if constexpr (kStored == kKind) {
+    if (dim % kVecLanes == 0) {  // whole vectors are read where they lie
+      for (int64_t j = begin; j < end; ++j) block->values[j] = values[j];
+      return;
+    }
+  }
+  if constexpr (kStored == KvKind::kFloat32) {
     for (int64_t j = begin; j < end; ++j) {
       block->values[j] = s.values + j * s.pad;
       widen_row<V, kKind>(values[j], dim, s.values + j * s.pad);

@@ -13,6 +13,12 @@ struct Neon {
   struct Vec {
     float32x4_t part[4];
   };
+  struct Ints {  // 16 sums
+    int32x4_t part[4];
+  };
+  struct Pairs {  // the first of 8 pairs and their second, twice
+    int16x8x2_t part[2];
+  };
 
   template <class Fn>
   static MINISGL_INLINE Vec each(Fn fn) {
@@ -37,6 +43,9 @@ struct Neon {
   static MINISGL_INLINE Vec mul(Vec a, Vec b) {
     return each([=](int i) { return vmulq_f32(a.part[i], b.part[i]); });
   }
+  static MINISGL_INLINE Vec div(Vec a, Vec b) {
+    return each([=](int i) { return vdivq_f32(a.part[i], b.part[i]); });
+  }
   static MINISGL_INLINE Vec fma(Vec a, Vec b, Vec c) {
     return each([=](int i) { return vfmaq_f32(c.part[i], a.part[i], b.part[i]); });
   }
@@ -56,21 +65,50 @@ struct Neon {
     return each(
         [=](int i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
   }
-  static MINISGL_INLINE Vec load_int8(const int8_t* p) {
-    const int8x16_t codes = vld1q_s8(p);
-    const int16x8_t low = vmovl_s8(vget_low_s8(codes)), high = vmovl_s8(vget_high_s8(codes));
-    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))),
-             vcvtq_f32_s32(vmovl_s16(vget_high_s16(low))),
-             vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))),
-             vcvtq_f32_s32(vmovl_s16(vget_high_s16(high)))}};
-  }
-  static MINISGL_INLINE Vec load_int16(const uint16_t* p) {
-    return each([=](int i) {
-      return vcvtq_f32_s32(vmovl_s16(vreinterpret_s16_u16(vld1_u16(p + 4 * i))));
-    });
-  }
   static MINISGL_INLINE void store_float16(uint16_t* p, Vec a) {
     for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.part[i])));
+  }
+
+  static MINISGL_INLINE Ints zero_ints() {
+    const int32x4_t zero = vdupq_n_s32(0);
+    return {{zero, zero, zero, zero}};
+  }
+  static MINISGL_INLINE Vec to_floats(Ints a) {
+    return each([=](int i) { return vcvtq_f32_s32(a.part[i]); });
+  }
+  static MINISGL_INLINE Pairs load_pairs(const Pair* p) {
+    return {{vld2q_s16(&p->first), vld2q_s16(&p[8].first)}};
+  }
+  static MINISGL_INLINE void store_pairs(Pair* p, Pairs a) {
+    vst2q_s16(&p->first, a.part[0]);
+    vst2q_s16(&p[8].first, a.part[1]);
+  }
+  static MINISGL_INLINE Pair broadcast_pair(const Pair* p) { return *p; }
+  // Both products of each lane, added to its sum.
+  static MINISGL_INLINE Ints dot(Pair a, Pairs b, Ints sum) {
+    for (int i = 0; i < 2; ++i) {
+      const int16x8_t first = b.part[i].val[0], second = b.part[i].val[1];
+      int32x4_t &low = sum.part[2 * i], &high = sum.part[2 * i + 1];
+      low = vmlal_n_s16(low, vget_low_s16(first), a.first);
+      high = vmlal_n_s16(high, vget_high_s16(first), a.first);
+      low = vmlal_n_s16(low, vget_low_s16(second), a.second);
+      high = vmlal_n_s16(high, vget_high_s16(second), a.second);
+    }
+    return sum;
+  }
+  // The low halves of the lanes side by side.
+  static MINISGL_INLINE Pairs join_codes(Vec first, Vec second) {
+    const auto low = [](Vec x, int i) {
+      return vcombine_s16(vmovn_s32(vreinterpretq_s32_f32(x.part[i])),
+                          vmovn_s32(vreinterpretq_s32_f32(x.part[i + 1])));
+    };
+    return {{{{low(first, 0), low(second, 0)}}, {{low(first, 2), low(second, 2)}}}};
+  }
+  // Pairs of 32 columns of two rows.
+  static MINISGL_INLINE void interleave(const int16_t* a, const int16_t* b, Pairs (&out)[2]) {
+    for (int i = 0; i < 4; ++i) {
+      out[i / 2].part[i % 2] = {{vld1q_s16(a + 8 * i), vld1q_s16(b + 8 * i)}};
+    }
   }
 
   // 2^n where the low bits of `shifted` hold n + 127.
@@ -132,14 +170,21 @@ struct Neon {
       vst1q_u16(out + (r + 1) * kKeyBlock, vzip2q_u16(z[r], z[r + 1]));
     }
   }
-  // Four columns of 4 rows.
-  static MINISGL_INLINE void turn(const float* const* rows, int64_t column, float* out) {
-    const float32x4x2_t ab = vtrnq_f32(vld1q_f32(rows[0] + column), vld1q_f32(rows[1] + column));
-    const float32x4x2_t ce = vtrnq_f32(vld1q_f32(rows[2] + column), vld1q_f32(rows[3] + column));
+  // Four columns, of 32 bits, of 4 rows.
+  template <class T>
+  static MINISGL_INLINE void turn(const T* const* rows, int64_t column, T* out) {
+    static_assert(sizeof(T) == 4, "floats or pairs");
+    const auto get = [=](int r) {
+      return vreinterpretq_f32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(rows[r] + column)));
+    };
+    const auto put = [=](int c, float32x4_t x) {
+      vst1q_u8(reinterpret_cast<uint8_t*>(out + c * kKeyBlock), vreinterpretq_u8_f32(x));
+    };
+    const float32x4x2_t ab = vtrnq_f32(get(0), get(1)), ce = vtrnq_f32(get(2), get(3));
     for (int i = 0; i < 2; ++i) {
       const float32x4_t x = ab.val[i], y = ce.val[i];
-      vst1q_f32(out + i * kKeyBlock, vcombine_f32(vget_low_f32(x), vget_low_f32(y)));
-      vst1q_f32(out + (i + 2) * kKeyBlock, vcombine_f32(vget_high_f32(x), vget_high_f32(y)));
+      put(i, vcombine_f32(vget_low_f32(x), vget_low_f32(y)));
+      put(i + 2, vcombine_f32(vget_high_f32(x), vget_high_f32(y)));
     }
   }
 };

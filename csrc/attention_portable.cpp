@@ -12,6 +12,12 @@ struct Portable {
   struct Vec {
     float lane[kVecLanes];
   };
+  struct Ints {  // sums; lanes that nobody asked for may overflow
+    uint32_t lane[kVecLanes];
+  };
+  struct Pairs {  // 16 of them, or one 16 times
+    Pair lane[kVecLanes];
+  };
 
   template <class Fn>
   static MINISGL_INLINE Vec each(Fn fn) {
@@ -38,6 +44,9 @@ struct Portable {
   static Vec mul(const Vec& a, const Vec& b) {
     return each([&](int i) { return a.lane[i] * b.lane[i]; });
   }
+  static Vec div(const Vec& a, const Vec& b) {
+    return each([&](int i) { return a.lane[i] / b.lane[i]; });
+  }
   static Vec fma(const Vec& a, const Vec& b, const Vec& c) {
     return each([&](int i) { return __builtin_fmaf(a.lane[i], b.lane[i], c.lane[i]); });
   }
@@ -57,14 +66,46 @@ struct Portable {
   static Vec load_float16(const uint16_t* p) {
     return each([&](int i) { return half_to_float(p[i]); });
   }
-  static Vec load_int8(const int8_t* p) {
-    return each([&](int i) { return static_cast<float>(p[i]); });
-  }
-  static Vec load_int16(const uint16_t* p) {
-    return each([&](int i) { return static_cast<float>(static_cast<int16_t>(p[i])); });
-  }
   static void store_float16(uint16_t* p, const Vec& a) {
     for (int i = 0; i < kVecLanes; ++i) p[i] = float_to_half(a.lane[i]);
+  }
+
+  static Ints zero_ints() { return Ints{}; }
+  static Vec to_floats(const Ints& a) {
+    return each([&](int i) { return static_cast<float>(static_cast<int32_t>(a.lane[i])); });
+  }
+  static Pairs load_pairs(const Pair* p) {
+    Pairs a;
+    std::memcpy(a.lane, p, sizeof(a.lane));
+    return a;
+  }
+  static void store_pairs(Pair* p, const Pairs& a) { std::memcpy(p, a.lane, sizeof(a.lane)); }
+  static Pairs broadcast_pair(const Pair* p) {
+    Pairs a;
+    for (auto& lane : a.lane) lane = *p;
+    return a;
+  }
+  // Both products of each lane, added to its sum.
+  static Ints dot(const Pairs& a, const Pairs& b, Ints sum) {
+    for (int i = 0; i < kVecLanes; ++i) {
+      const Pair x = a.lane[i], y = b.lane[i];
+      sum.lane[i] += static_cast<uint32_t>(x.first * y.first);
+      sum.lane[i] += static_cast<uint32_t>(x.second * y.second);
+    }
+    return sum;
+  }
+  // The low halves of the lanes side by side.
+  static Pairs join_codes(const Vec& first, const Vec& second) {
+    Pairs a;
+    for (int i = 0; i < kVecLanes; ++i) {
+      a.lane[i] = {static_cast<int16_t>(float_bits(first.lane[i])),
+                   static_cast<int16_t>(float_bits(second.lane[i]))};
+    }
+    return a;
+  }
+  // Pairs of 32 columns of two rows.
+  static void interleave(const int16_t* a, const int16_t* b, Pairs (&out)[2]) {
+    for (int i = 0; i < 2 * kVecLanes; ++i) out[i / kVecLanes].lane[i % kVecLanes] = {a[i], b[i]};
   }
 
   // 2^n where the low bits of `shifted` hold n + 127.

@@ -7,12 +7,6 @@
 namespace minisgl {
 namespace {
 
-MINISGL_INLINE uint32_t float_bits(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits;
-}
-
 template <class V>
 MINISGL_INLINE void narrow_float16(const float* x, int64_t dim, uint16_t* out) {
   int64_t d = 0;
@@ -36,27 +30,6 @@ MINISGL_INLINE void narrow_bfloat16(const float* __restrict x, int64_t dim,
   }
 }
 
-// Codes in [-127, 127] and their scale. A NaN or an infinity gives a NaN scale: it spoils its own
-// token, visibly.
-MINISGL_INLINE float narrow_int8(const float* __restrict x, int64_t dim, int8_t* __restrict out) {
-  uint32_t most = 0;  // magnitudes order like their bits
-  for (int64_t d = 0; d < dim; ++d) {
-    const uint32_t magnitude = float_bits(x[d]) & 0x7fffffffu;
-    most = magnitude > most ? magnitude : most;
-  }
-  float largest;
-  std::memcpy(&largest, &most, 4);
-  const bool finite = most < 0x7f800000u;
-  // Below this, 127 / largest would overflow; such a head is nothing.
-  const float factor = finite && largest > 1e-36f ? 127.0f / largest : 0.0f;
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the rounded integer
-  for (int64_t d = 0; d < dim; ++d) {
-    const float shifted = (finite ? x[d] : 0.0f) * factor + kRound;
-    out[d] = static_cast<int8_t>(float_bits(shifted));
-  }
-  return finite ? (factor > 0.0f ? largest / 127.0f : 0.0f) : __builtin_nanf("");
-}
-
 template <class V, KvKind kKind>
 MINISGL_INLINE float narrow_row(const float* x, int64_t dim, typename Element<kKind>::Type* out) {
   if constexpr (kKind == KvKind::kFloat32) {
@@ -64,7 +37,9 @@ MINISGL_INLINE float narrow_row(const float* x, int64_t dim, typename Element<kK
   }
   if constexpr (kKind == KvKind::kBfloat16) narrow_bfloat16(x, dim, out);
   if constexpr (kKind == KvKind::kFloat16) narrow_float16<V>(x, dim, out);
-  if constexpr (kKind == KvKind::kInt8) return narrow_int8(x, dim, out);
+  if constexpr (has_scales(kKind)) {
+    return narrow_codes(x, dim, static_cast<float>(largest_code(kKind)), out);
+  }
   return 1.0f;
 }
 
@@ -75,7 +50,7 @@ void store_head(const AttentionShape& shape, const KVStore& kv, int64_t location
   const int64_t at = location * kv.token_stride + head * shape.head_dim;
   const float k_scale = narrow_row<V, kKind>(k, shape.head_dim, static_cast<T*>(kv.k) + at);
   const float v_scale = narrow_row<V, kKind>(v, shape.head_dim, static_cast<T*>(kv.v) + at);
-  if constexpr (kKind == KvKind::kInt8) {
+  if constexpr (has_scales(kKind)) {
     kv.k_scale[location * shape.num_kv_heads + head] = k_scale;
     kv.v_scale[location * shape.num_kv_heads + head] = v_scale;
   }

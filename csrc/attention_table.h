@@ -39,6 +39,7 @@ const AttentionKernels& attention_table() {
     fill_kind<V, KvKind::kBfloat16>(&k);
     fill_kind<V, KvKind::kFloat16>(&k);
     fill_kind<V, KvKind::kInt8>(&k);
+    fill_kind<V, KvKind::kInt16>(&k);
     k.merge = merge_partials<V>;
     k.probe = probe_fma<V>;
     k.probe_floats = V::kSums * kVecLanes;

@@ -1,15 +1,17 @@
 // A task from its first split to its last: the loop over blocks, and the merging of splits.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "attention_body.h"
+#include "attention_integer_body.h"
 
 namespace minisgl {
 namespace {
 
 constexpr float kLog2E = 1.44269504088896340736f;
-constexpr int64_t kRowsWorthPacking = 8;  // below, widened values would be read too few times
+constexpr int64_t kRowsWorthPacking = 8;  // below, packed values would be read too few times
 
 inline void clear_rows(const RowState& state, int64_t rows, int64_t pad) {
   std::memset(state.out, 0, static_cast<size_t>(rows * pad) * sizeof(float));
@@ -96,21 +98,25 @@ inline void load_positions(const AttentionTask& task, const Scratch& s) {
   }
 }
 
-// Queries times the scale, side by side.
-template <class V>
+// Queries times the scale, side by side, as floats or codes.
+template <class V, KvKind kKind>
 void load_queries(const AttentionTask& task, const Scratch& s) {
   const int64_t dim = task.shape->head_dim, group = task.group();
   const auto scale = V::broadcast(task.shape->scale * kLog2E);
   constexpr int64_t kAhead = 4;  // queries; the next one is a stride away
   for (int64_t i = 0, row = 0; i < task.num_queries; ++i) {
     if (i + kAhead < task.num_queries) {
-      prefetch_row(task.q + (i + kAhead) * task.q_stride, group * dim);
+      prefetch_bytes(task.q + (i + kAhead) * task.q_stride,
+                     group * dim * static_cast<int64_t>(sizeof(float)));
     }
     for (int64_t h = 0; h < group; ++h, ++row) {
-      float* out = s.queries + row * s.pad;
+      float* out = has_scales(kKind) ? s.keys : s.queries + row * s.pad;
       widen_row<V, KvKind::kFloat32>(task.q + i * task.q_stride + h * dim, dim, out);
       for (int64_t d = 0; d < dim; d += kVecLanes) {
         V::store(out + d, V::mul(V::load(out + d), scale));
+      }
+      if constexpr (has_scales(kKind)) {
+        s.q_scale[row] = code_query(out, s.pad, kKind, query_codes(s, row));
       }
     }
   }
@@ -132,20 +138,34 @@ NextKeys next_keys(const AttentionTask& task, int64_t from, int64_t end) {
   return next;
 }
 
-template <class V, KvKind kKind, bool kPacked>
+// All rows of the tile, in groups of V::kRows and a smaller last one; the first fetches `next`.
+template <class V, class Block, int R = V::kRows>
+void block_all_rows(const AttentionTask& task, const Scratch& s, const Block& block,
+                    int64_t first, const NextKeys* next) {
+  const int64_t rows = task.num_rows();
+  for (; first + R <= rows; first += R) {
+    block_rows<V, R>(task, s, block, first, next);
+    next = nullptr;
+  }
+  if constexpr (R > 1) {
+    if (first < rows) block_all_rows<V, Block, R - 1>(task, s, block, first, next);
+  }
+}
+
+template <class V, KvKind kKind, class Block>
 void run_split(const AttentionTask& task, const Scratch& s, int64_t split) {
   const int64_t last = task.first_position + task.num_queries - 1;
   const int64_t low = max64(task.low(task.first_position), split * kKeySplit);
   const int64_t high = min64(last + 1, (split + 1) * kKeySplit);
   clear_rows(s.split, task.num_rows(), s.pad);
-  KeyBlockOf<kKind, kPacked> block;
+  Block block;
   for (int64_t at = low / kKeyBlock * kKeyBlock; at < high; at += kKeyBlock) {
     block.base = at;
     block.begin = max64(low - at, 0);
     block.end = min64(high - at, kKeyBlock);
     block.full = at + kKeyBlock <= task.first_position + 1 && task.low(last) <= at;
-    load_block<V, kKind, kPacked>(task, s, &block);
     const NextKeys next = next_keys<kKind>(task, at + kKeyBlock, last + 1);
+    load_block<V, kKind>(task, s, next, &block);
     block_all_rows<V>(task, s, block, 0, &next);
   }
 }
@@ -154,19 +174,23 @@ template <class V, KvKind kKind>
 void run_attention(const AttentionTask& task) {
   Scratch s(task);
   const int64_t rows = task.num_rows(), dim = task.shape->head_dim;
+  constexpr bool kCodes = has_scales(kKind);
+  using Packed = std::conditional_t<kCodes, CodeBlock<true>, KeyBlock<KvKind::kFloat32>>;
+  using Loose = std::conditional_t<kCodes, CodeBlock<kKind == KvKind::kInt8>,
+                                   KeyBlock<kCodes ? KvKind::kFloat32 : kKind>>;
   // Values can be read where they lie only if their rows are whole vectors.
-  const bool pack = dim % kVecLanes != 0 ||
+  const bool pack = dim % (kCodes ? 2 * kVecLanes : kVecLanes) != 0 ||
                     (kKind != KvKind::kFloat32 && rows > kRowsWorthPacking);
-  load_queries<V>(task, s);
+  load_queries<V, kKind>(task, s);
   load_positions(task, s);
   for (int64_t split = task.first_split; split < task.end_split; ++split) {
     // The first one may gather in the totals: there is nothing to add it to.
     const bool direct = task.partials == nullptr && split == task.first_split;
     if (direct) std::swap(s.split, s.total);
     if (pack) {
-      run_split<V, kKind, true>(task, s, split);
+      run_split<V, kKind, Packed>(task, s, split);
     } else {
-      run_split<V, kKind, false>(task, s, split);
+      run_split<V, kKind, Loose>(task, s, split);
     }
     if (direct) {
       std::swap(s.split, s.total);

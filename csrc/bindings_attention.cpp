@@ -41,8 +41,8 @@ struct Pool {
         v_scale(nb::cast<uint64_t>(t[5])),
         num_locations(nb::cast<int64_t>(t[6])) {
     if (kind < 0 || kind >= kNumKvKinds) fail("no such kind of keys and values");
-    if (kind == static_cast<int>(KvKind::kInt8) && (k_scale == 0 || v_scale == 0)) {
-      fail("int8 keys and values need scales");
+    if (has_scales(static_cast<KvKind>(kind)) && (k_scale == 0 || v_scale == 0)) {
+      fail("integer keys and values need scales");
     }
   }
   KVView view() const {

@@ -20,7 +20,13 @@ import torch
 from . import native
 
 # Numbers that csrc/attention.h gives to kinds of keys and values.
-KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+KV_KINDS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int8: 3,
+    torch.int16: 4,
+}
 INT32 = np.dtype(np.int32).str
 INT_BYTES = 4
 

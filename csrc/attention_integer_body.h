@@ -1,0 +1,275 @@
+// Attention over codes: what is different where keys and values are integers with a scale for each
+// token; part of attention_body.h. Int8 codes are widened to 16 bits when a block is loaded.
+//
+// A query becomes codes of up to 13 bits once, the weights of a row times the scales of the values
+// do in every block. Two codes side by side, a pair, are one lane of 32 bits: one instruction
+// multiplies 16 pairs by another and adds each lane's two products to its sum. Sums of scores go
+// over pairs of columns, sums of outputs over pairs of keys, both in the same tile. They are exact,
+// so that they need no order, and a key that a row does not see has a weight of 0.
+#pragma once
+
+#include "attention_body.h"
+
+namespace minisgl {
+namespace {
+
+constexpr float kMostWeight = 8191.0f;  // 64 keys of it, times 4095, fit into 32 bits
+constexpr int64_t kMostQuery = 8191;
+constexpr float kLeastWeight = 1e-30f;  // a block whose largest weight is below adds nothing
+
+// kPacked: values lie in scratch as pairs of keys, otherwise rows of 32 columns are read in place.
+template <bool kPacked>
+struct CodeBlock {
+  int64_t base;        // absolute position of the block's first key
+  int64_t begin, end;  // what the tile sees of it
+  bool full;           // every row sees every key
+  const Pair* keys;    // on their side: [pair of columns][64 keys]
+  const Pair* packed;  // [pair of keys][padded columns]
+  const int16_t* values[kKeyBlock];
+};
+
+// Key j of each half of a block is the partner of key j + 16.
+MINISGL_INLINE int64_t key_of_pair(int64_t pair) {
+  return pair + (pair & -kVecLanes);
+}
+
+MINISGL_INLINE int16_t* query_codes(const Scratch& s, int64_t row) {
+  return reinterpret_cast<int16_t*>(s.queries) + row * s.pad;
+}
+
+// `pad` columns as codes so small that no sum of products with keys overflows; returns their scale.
+inline float code_query(const float* x, int64_t pad, KvKind kind, int16_t* out) {
+  const int64_t most = min64(kMostQuery, 0x7fffffff / (pad * largest_code(kind)));
+  const float scale = narrow_codes(x, pad, static_cast<float>(most), out);
+  return scale == 0.0f ? 1.0f : scale;  // of nothing but zeros any will do but 0, for scores of -inf
+}
+
+// A row of 16-bit codes, padded by zeros to `width`.
+template <class T>
+const int16_t* widen_codes(const T* row, int64_t dim, int64_t width, int16_t* out) {
+  for (int64_t d = 0; d < dim; ++d) out[d] = row[d];
+  for (int64_t d = dim; d < width; ++d) out[d] = 0;
+  return out;
+}
+
+// Pairs of 32 columns of two rows, as one vector and the next. The keys of `next` are fetched
+// beside them.
+template <class V>
+void pack_values(const int16_t* const* values, int64_t pad, Pair* out, const NextKeys& next) {
+  for (int64_t p = 0; p < kKeyPairs; ++p, out += pad) {
+    const int64_t j = key_of_pair(p);
+    next.fetch_two(2 * p);
+    for (int64_t c = 0; c < pad; c += 2 * kVecLanes) {
+      typename V::Pairs both[2];
+      V::interleave(values[j] + c, values[j + kVecLanes] + c, both);
+      V::store_pairs(out + c, both[0]);
+      if (c + kVecLanes < pad) V::store_pairs(out + c + kVecLanes, both[1]);
+    }
+  }
+}
+
+// Reads keys [begin, end) of the block and prepares its values.
+template <class V, KvKind kKind, bool kPacked>
+void load_block(const AttentionTask& task, const Scratch& s, const NextKeys& next,
+                CodeBlock<kPacked>* block) {
+  using T = typename Element<kKind>::Type;
+  const KVView& kv = *task.kv;
+  const int64_t dim = task.shape->head_dim, heads = task.shape->num_kv_heads;
+  const int64_t begin = block->begin, end = block->end;
+  const T* k = static_cast<const T*>(kv.k) + task.kv_head * dim;
+  const T* v = static_cast<const T*>(kv.v) + task.kv_head * dim;
+  const int32_t* locations = task.locations + block->base;
+  const T *keys[kKeyBlock], *values[kKeyBlock];
+  for (int64_t j = begin; j < end; ++j) {
+    const int64_t location = locations[j];
+    keys[j] = k + location * kv.token_stride;
+    values[j] = v + location * kv.token_stride;
+    const float k_scale = kv.k_scale[location * heads + task.kv_head];
+    const float v_scale = kv.v_scale[location * heads + task.kv_head];
+    // A value that is not finite shows in the score, and so in the sum of the weights.
+    const bool good = v_scale < __builtin_inff();
+    s.k_scale[j] = good ? k_scale : __builtin_nanf("");
+    s.v_scale[j] = good ? v_scale : 0.0f;
+  }
+  // Where no row looks, any readable key will do: its weight is 0.
+  const auto fill = [&](int64_t from, int64_t until) {
+    for (int64_t j = from; j < until; ++j) {
+      keys[j] = keys[begin];
+      values[j] = values[begin];
+      s.k_scale[j] = s.v_scale[j] = 0.0f;
+    }
+  };
+  fill(0, begin);
+  fill(end, kKeyBlock);
+  const int64_t width = (s.pad + 2 * kVecLanes - 1) / (2 * kVecLanes) * (2 * kVecLanes);
+  auto* loose = reinterpret_cast<int16_t*>(s.keys);
+  const auto loosen = [&](const T* const* rows, const int16_t** out) {
+    for (int64_t j = 0; j < kKeyBlock; ++j) {
+      out[j] = widen_codes(rows[j], dim, width, loose + j * width);
+    }
+  };
+  const auto in_place = [&](const T* const* rows, const int16_t** out) {
+    if constexpr (kKind == KvKind::kInt16) std::memcpy(out, rows, sizeof(values));
+  };
+  const int16_t* wide[kKeyBlock];
+  if (kKind == KvKind::kInt16 && dim % 2 == 0) {
+    in_place(keys, wide);
+  } else {
+    loosen(keys, wide);
+  }
+  const Pair* paired[kKeyBlock];
+  for (int64_t j = 0; j < kKeyBlock; ++j) paired[j] = reinterpret_cast<const Pair*>(wide[j]);
+  auto* turned = reinterpret_cast<Pair*>(s.turned);
+  turn_keys<V>(paired, (dim + 1) / 2, begin, end, turned, values,
+               dim * static_cast<int64_t>(sizeof(T)));
+  block->keys = turned;
+  if constexpr (!kPacked) {
+    in_place(values, block->values);
+  } else {
+    if (kKind == KvKind::kInt16 && dim == width) {
+      in_place(values, wide);
+    } else {
+      loosen(values, wide);
+    }
+    auto* packed = reinterpret_cast<Pair*>(s.values);
+    pack_values<V>(wide, s.pad, packed, next);
+    block->packed = packed;
+  }
+}
+
+// Sums over pairs [first, last) of row's factor times vector n of what `load` finds go to `store`.
+template <class V, int R, int N, class Load, class Store>
+MINISGL_INLINE void dot_tile(const Pair* factors, int64_t stride, int64_t first, int64_t last,
+                             const Load& load, const Store& store) {
+  typename V::Ints sum[R][N];
+  for (int r = 0; r < R; ++r) {
+    for (int n = 0; n < N; ++n) sum[r][n] = V::zero_ints();
+  }
+  factors += first;
+  for (int64_t p = first; p < last; ++p, ++factors) {
+    typename V::Pairs pairs[N];
+    load(p, pairs);
+    for (int r = 0; r < R; ++r) {
+      const auto factor = V::broadcast_pair(factors + r * stride);
+      for (int n = 0; n < N; ++n) sum[r][n] = V::dot(factor, pairs[n], sum[r][n]);
+    }
+  }
+  for (int n = 0; n < N; ++n) {
+    for (int r = 0; r < R; ++r) store(r, n, V::to_floats(sum[r][n]));
+  }
+}
+
+// scores[row][key] but for the scale of the row, for R rows and vectors [g, last) of keys, N at a
+// time.
+template <class V, int R, int N = kVecsOf<V, R>>
+void code_scores(const Scratch& s, const Pair* keys, int64_t first, int64_t pairs, int64_t g,
+                 int64_t last) {
+  for (; g + N <= last; g += N) {
+    const auto load = [&](int64_t p, typename V::Pairs(&out)[N]) {
+      for (int n = 0; n < N; ++n) {
+        out[n] = V::load_pairs(keys + p * kKeyBlock + (g + n) * kVecLanes);
+      }
+    };
+    const auto* queries = reinterpret_cast<const Pair*>(query_codes(s, first));
+    dot_tile<V, R, N>(queries, s.pad / 2, 0, pairs, load, [&](int r, int n, auto dot) {
+      const int64_t at = (g + n) * kVecLanes;
+      V::store(s.scores + r * kKeyBlock + at, V::mul(dot, V::load(s.k_scale + at)));
+    });
+  }
+  if constexpr (N > 1) {
+    if (g < last) code_scores<V, R, N - 1>(s, keys, first, pairs, g, last);
+  }
+}
+
+// Weights times scales of values, of halves [begin, end) of the block, as codes; unit[row] is what
+// a code of 1 stands for, given the row's largest.
+template <class V, int R>
+void code_weights(const Scratch& s, int64_t begin, int64_t end, const float* most, float* unit) {
+  alignas(64) float factor[kVecLanes];
+  const auto largest = V::load(most), least = V::broadcast(kLeastWeight), zero = V::zero();
+  const auto inverse = V::div(V::broadcast(kMostWeight), largest);
+  V::store(factor, V::where_less(least, largest, inverse, zero));
+  const auto scale = V::mul(largest, V::broadcast(1.0f / kMostWeight));
+  V::store(unit, V::where_less(least, largest, scale, zero));
+  const auto round = V::broadcast(12582912.0f);  // 1.5 * 2^23: the low bits are the code
+  for (int r = 0; r < R; ++r) {
+    const auto by = V::broadcast(factor[r]);
+    for (int64_t h = begin; h < end; ++h) {
+      const float* weight = s.scores + r * kKeyBlock + h * 2 * kVecLanes;
+      const auto low = V::fma(V::load(weight), by, round);
+      const auto high = V::fma(V::load(weight + kVecLanes), by, round);
+      V::store_pairs(s.weights + r * kKeyPairs + h * kVecLanes, V::join_codes(low, high));
+    }
+  }
+}
+
+// out[row] = out[row] * factor[row] + unit[row] * sum of weights times values over pairs [first,
+// last), for N vectors of columns. Where values are read in place, the keys of `next` are fetched
+// beside them.
+template <class V, int R, int N, bool kPacked>
+MINISGL_INLINE void code_value_tile(const Scratch& s, const CodeBlock<kPacked>& block,
+                                    int64_t first, int64_t last, int64_t column,
+                                    const float* factor, const float* unit, float* out,
+                                    const NextKeys* next) {
+  const int64_t pad = s.pad;
+  const auto load = [&](int64_t p, typename V::Pairs(&pairs)[N]) {
+    if constexpr (kPacked) {
+      const Pair* values = block.packed + p * pad + column;
+      for (int n = 0; n < N; ++n) pairs[n] = V::load_pairs(values + n * kVecLanes);
+    } else {
+      const int64_t j = key_of_pair(p);
+      for (int n = 0; n < N; n += 2) {
+        typename V::Pairs both[2];
+        V::interleave(block.values[j] + column + n * kVecLanes,
+                      block.values[j + kVecLanes] + column + n * kVecLanes, both);
+        pairs[n] = both[0];
+        if (n + 1 < N) pairs[n + 1] = both[1];
+      }
+      if (next != nullptr) next->fetch_two(2 * p);
+    }
+  };
+  dot_tile<V, R, N>(s.weights, kKeyPairs, first, last, load, [&](int r, int n, auto dot) {
+    float* to = out + r * pad + column + n * kVecLanes;
+    const auto kept = V::mul(V::load(to), V::broadcast(factor[r]));
+    V::store(to, V::fma(dot, V::broadcast(unit[r]), kept));
+  });
+}
+
+// R rows from row `first` on, through one block.
+template <class V, int R, bool kPacked>
+void block_rows(const AttentionTask& task, const Scratch& s, const CodeBlock<kPacked>& block,
+                int64_t first, const NextKeys* next) {
+  const int64_t pairs = (task.shape->head_dim + 1) / 2;
+  alignas(64) float factor[kVecLanes], most[kVecLanes], unit[kVecLanes];
+  int64_t half = 0, end_half = 2, last = kKeyPairs;
+  if (block.full) {
+    code_scores<V, R>(s, block.keys, first, pairs, 0, kKeyVecs);
+    softmax_rows<V, true, R, true>(s, first, nullptr, 0, kKeyVecs, factor, most);
+  } else {
+    const Ranges<R> range(task, s.position + first, block.base);
+    if (range.low >= range.high) return;
+    constexpr int64_t kHalf = 2 * kVecLanes;
+    half = range.low / kHalf;
+    end_half = (range.high + kHalf - 1) / kHalf;
+    last = (end_half - 1) * kVecLanes + min64(kVecLanes, range.high - (end_half - 1) * kHalf);
+    code_scores<V, R>(s, block.keys, first, pairs, range.low / kVecLanes,
+                      (range.high + kVecLanes - 1) / kVecLanes);
+    softmax_rows<V, true, R, false>(s, first, &range, 2 * half, 2 * end_half, factor, most);
+  }
+  code_weights<V, R>(s, half, end_half, most, unit);
+  constexpr int kN = kPacked || kVecsOf<V, R> > 1 ? kVecsOf<V, R> : 2;
+  float* out = s.split.out + first * s.pad;
+  int64_t column = 0;
+  for (; column + kN * kVecLanes <= s.pad; column += kN * kVecLanes) {
+    code_value_tile<V, R, kN>(s, block, half * kVecLanes, last, column, factor, unit, out, next);
+    next = nullptr;
+  }
+  constexpr int kRest = kPacked ? 1 : 2;
+  for (; column < s.pad; column += kRest * kVecLanes) {
+    code_value_tile<V, R, kRest>(s, block, half * kVecLanes, last, column, factor, unit, out, next);
+    next = nullptr;
+  }
+}
+
+}  // namespace
+}  // namespace minisgl
