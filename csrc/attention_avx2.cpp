@@ -97,6 +97,11 @@ struct Avx2 {
     return {_mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low)),
             _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high))};
   }
+  static MINISGL_INLINE void store_codes(int16_t* p, Vec a) {  // the low halves of the lanes
+    const __m256i low = _mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(a.low), 16), 16);
+    const __m256i high = _mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(a.high), 16), 16);
+    put(p, _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xd8));
+  }
   static MINISGL_INLINE __m256i join(__m256 first, __m256 second) {
     const __m256i high = _mm256_slli_epi32(_mm256_castps_si256(second), 16);
     return _mm256_blend_epi16(_mm256_castps_si256(first), high, 0xaa);

@@ -52,6 +52,10 @@ struct Avx512 {
     asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return sum;
   }
+  static MINISGL_INLINE void store_codes(int16_t* p, Vec a) {  // the low halves of the lanes
+    const __m256i codes = _mm512_cvtepi32_epi16(_mm512_castps_si512(a));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), codes);
+  }
   // The low halves of the lanes side by side.
   static MINISGL_INLINE Pairs join_codes(Vec first, Vec second) {
     const __m512i high = _mm512_slli_epi32(_mm512_castps_si512(second), 16);

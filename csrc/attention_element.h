@@ -72,6 +72,8 @@ MINISGL_INLINE uint32_t float_bits(float x) {
   return bits;
 }
 
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: added, the low bits are the rounded code
+
 // Codes in [-most_code, most_code], rounded to nearest, and their scale. A NaN or an infinity gives
 // codes of 0 and a NaN scale: it spoils its own token, visibly.
 template <class T>
@@ -87,7 +89,6 @@ MINISGL_INLINE float narrow_codes(const float* __restrict x, int64_t dim, float 
   const bool finite = most < 0x7f800000u;
   // Below this, most_code / largest would overflow; such a head is nothing.
   const float factor = finite && largest > most_code * 1e-38f ? most_code / largest : 0.0f;
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the rounded integer
   for (int64_t d = 0; d < dim; ++d) {
     const float shifted = (finite ? x[d] : 0.0f) * factor + kRound;
     out[d] = static_cast<T>(float_bits(shifted));

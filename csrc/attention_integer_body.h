@@ -15,7 +15,7 @@ namespace {
 
 constexpr float kMostWeight = 8191.0f;  // 64 keys of it, times 4095, fit into 32 bits
 constexpr int64_t kMostQuery = 8191;
-constexpr float kLeastWeight = 1e-30f;  // a block whose largest weight is below adds nothing
+constexpr float kLeast = 1e-30f;      // a query or weights of a block below are nothing
 
 // kPacked: values lie in scratch as pairs of keys, otherwise rows of 32 columns are read in place.
 template <bool kPacked>
@@ -37,11 +37,44 @@ MINISGL_INLINE int16_t* query_codes(const Scratch& s, int64_t row) {
   return reinterpret_cast<int16_t*>(s.queries) + row * s.pad;
 }
 
-// `pad` columns as codes so small that no sum of products with keys overflows; returns their scale.
-inline float code_query(const float* x, int64_t pad, KvKind kind, int16_t* out) {
-  const int64_t most = min64(kMostQuery, 0x7fffffff / (pad * largest_code(kind)));
-  const float scale = narrow_codes(x, pad, static_cast<float>(most), out);
-  return scale == 0.0f ? 1.0f : scale;  // of nothing but zeros any will do but 0, for scores of -inf
+// R queries of x, from row `first` on, as codes in [-most, most] and their scales. A NaN or an
+// infinity gives a NaN scale.
+template <class V, int R>
+void code_queries(const Scratch& s, const float* x, int64_t first, int64_t rows, float most) {
+  const auto zero = V::zero(), least = V::broadcast(kLeast), limit = V::broadcast(most);
+  alignas(64) float factor[kVecLanes];
+  for (; first + R <= rows; first += R) {
+    typename V::Vec each[R], wrong[R];
+    for (int r = 0; r < R; ++r) {
+      each[r] = wrong[r] = zero;
+      for (int64_t d = 0; d < s.pad; d += kVecLanes) {
+        const auto value = V::load(x + (first + r) * s.pad + d);
+        each[r] = V::max(V::max(value, V::sub(zero, value)), each[r]);
+        wrong[r] = V::fma(value, zero, wrong[r]);
+      }
+    }
+    const auto largest = V::template largests<R>(each), nan = V::template sums<R>(wrong);
+    V::store(factor, V::where_less(least, largest, V::div(limit, largest), zero));
+    // Of nothing but zeros any scale will do but 0, which scores of -infinity would not survive.
+    const auto scale = V::where_less(least, largest, V::div(largest, limit), V::broadcast(1.0f));
+    V::store(s.q_scale + first, V::add(scale, nan));
+    for (int r = 0; r < R; ++r) {
+      const auto by = V::broadcast(factor[r]), round = V::broadcast(kRound);
+      const float* from = x + (first + r) * s.pad;
+      int16_t* to = query_codes(s, first + r);
+      for (int64_t d = 0; d < s.pad; d += kVecLanes) {
+        V::store_codes(to + d, V::fma(V::load(from + d), by, round));
+      }
+    }
+  }
+  if constexpr (R > 1) {
+    if (first < rows) code_queries<V, R - 1>(s, x, first, rows, most);
+  }
+}
+
+// The largest code of a query: no sum of products with keys overflows.
+inline float most_of_query(int64_t pad, KvKind kind) {
+  return static_cast<float>(min64(kMostQuery, 0x7fffffff / (pad * largest_code(kind))));
 }
 
 // A row of 16-bit codes, padded by zeros to `width`.
@@ -186,12 +219,12 @@ void code_scores(const Scratch& s, const Pair* keys, int64_t first, int64_t pair
 template <class V, int R>
 void code_weights(const Scratch& s, int64_t begin, int64_t end, const float* most, float* unit) {
   alignas(64) float factor[kVecLanes];
-  const auto largest = V::load(most), least = V::broadcast(kLeastWeight), zero = V::zero();
+  const auto largest = V::load(most), least = V::broadcast(kLeast), zero = V::zero();
   const auto inverse = V::div(V::broadcast(kMostWeight), largest);
   V::store(factor, V::where_less(least, largest, inverse, zero));
   const auto scale = V::mul(largest, V::broadcast(1.0f / kMostWeight));
   V::store(unit, V::where_less(least, largest, scale, zero));
-  const auto round = V::broadcast(12582912.0f);  // 1.5 * 2^23: the low bits are the code
+  const auto round = V::broadcast(kRound);
   for (int r = 0; r < R; ++r) {
     const auto by = V::broadcast(factor[r]);
     for (int64_t h = begin; h < end; ++h) {

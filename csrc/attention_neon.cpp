@@ -96,12 +96,16 @@ struct Neon {
     }
     return sum;
   }
+  static MINISGL_INLINE int16x8_t low(Vec x, int i) {  // halves of the lanes of two parts
+    return vcombine_s16(vmovn_s32(vreinterpretq_s32_f32(x.part[i])),
+                        vmovn_s32(vreinterpretq_s32_f32(x.part[i + 1])));
+  }
+  static MINISGL_INLINE void store_codes(int16_t* p, Vec a) {  // the low halves of the lanes
+    vst1q_s16(p, low(a, 0));
+    vst1q_s16(p + 8, low(a, 2));
+  }
   // The low halves of the lanes side by side.
   static MINISGL_INLINE Pairs join_codes(Vec first, Vec second) {
-    const auto low = [](Vec x, int i) {
-      return vcombine_s16(vmovn_s32(vreinterpretq_s32_f32(x.part[i])),
-                          vmovn_s32(vreinterpretq_s32_f32(x.part[i + 1])));
-    };
     return {{{{low(first, 0), low(second, 0)}}, {{low(first, 2), low(second, 2)}}}};
   }
   // Pairs of 32 columns of two rows.

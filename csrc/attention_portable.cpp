@@ -94,6 +94,9 @@ struct Portable {
     }
     return sum;
   }
+  static void store_codes(int16_t* p, const Vec& a) {  // the low halves of the lanes
+    for (int i = 0; i < kVecLanes; ++i) p[i] = static_cast<int16_t>(float_bits(a.lane[i]));
+  }
   // The low halves of the lanes side by side.
   static Pairs join_codes(const Vec& first, const Vec& second) {
     Pairs a;

@@ -103,6 +103,7 @@ template <class V, KvKind kKind>
 void load_queries(const AttentionTask& task, const Scratch& s) {
   const int64_t dim = task.shape->head_dim, group = task.group();
   const auto scale = V::broadcast(task.shape->scale * kLog2E);
+  float* to = has_scales(kKind) ? s.total.out : s.queries;
   constexpr int64_t kAhead = 4;  // queries; the next one is a stride away
   for (int64_t i = 0, row = 0; i < task.num_queries; ++i) {
     if (i + kAhead < task.num_queries) {
@@ -110,15 +111,16 @@ void load_queries(const AttentionTask& task, const Scratch& s) {
                      group * dim * static_cast<int64_t>(sizeof(float)));
     }
     for (int64_t h = 0; h < group; ++h, ++row) {
-      float* out = has_scales(kKind) ? s.keys : s.queries + row * s.pad;
+      float* out = to + row * s.pad;
       widen_row<V, KvKind::kFloat32>(task.q + i * task.q_stride + h * dim, dim, out);
       for (int64_t d = 0; d < dim; d += kVecLanes) {
         V::store(out + d, V::mul(V::load(out + d), scale));
       }
-      if constexpr (has_scales(kKind)) {
-        s.q_scale[row] = code_query(out, s.pad, kKind, query_codes(s, row));
-      }
     }
+  }
+  if constexpr (has_scales(kKind)) {
+    const float most = most_of_query(s.pad, kKind);
+    code_queries<V, V::kRows>(s, to, 0, task.num_rows(), most);
   }
 }
 
