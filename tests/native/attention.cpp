@@ -82,7 +82,9 @@ void check(Family& family, const std::string& what, const AttentionShape& shape,
                       head / group, q.data() + t * q_stride + head * dim);
       for (int64_t d = 0; d < dim; ++d) {
         const double error = std::fabs(out[t * out_stride + head * dim + d] - wanted[d]);
-        family.check(error < 2e-5, what + ": far from attention written out");
+        // Over codes, queries and weights are rounded to 11 to 13 bits.
+        const double bound = has_scales(pool.kind()) ? 4e-3 : 2e-5;
+        family.check(error < bound, what + ": far from attention written out");
       }
     }
   }

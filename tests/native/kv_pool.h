@@ -21,12 +21,13 @@ class KvPool {
         dim_(shape.head_dim) {
     const int64_t last = shape.num_kv_heads * shape.head_dim;
     const size_t size = static_cast<size_t>((locations - 1) * token_stride + last);
-    // A slot that was never written is a NaN, but for int8, where the scale is.
+    // A slot that was never written is a NaN, but for integers, where the scale is.
     for (auto& bytes : bytes_) bytes.assign(size * element_size(kind), 0xff);
-    if (kind != KvKind::kInt8) return;
+    if (!has_scales(kind)) return;
     for (auto& scale : scale_) scale.assign(static_cast<size_t>(locations * heads_), kNan);
   }
 
+  KvKind kind() const { return kind_; }
   KVView view() const {
     return {kind_, bytes_[0].data(), bytes_[1].data(), token_stride, scale_[0].data(),
             scale_[1].data()};
@@ -39,11 +40,8 @@ class KvPool {
   // Column `column` of head `head` at a location; which: 0 is the key, 1 the value.
   float get(int which, int64_t location, int64_t head, int64_t column) const {
     const int64_t at = location * token_stride + head * dim_ + column;
-    if (kind_ == KvKind::kInt8) {
-      const float code = static_cast<float>(static_cast<int8_t>(bytes_[which][at]));
-      return code * scale_[which][location * heads_ + head];
-    }
-    return element(which, at);
+    const float scale = has_scales(kind_) ? scale_[which][location * heads_ + head] : 1.0f;
+    return element(which, at) * scale;
   }
 
   void set(int which, int64_t location, int64_t head, int64_t column, float value) {
@@ -53,11 +51,15 @@ class KvPool {
         kind_ == KvKind::kBfloat16 ? to_bfloat16(value) : float_to_half(value);
     if (kind_ == KvKind::kFloat32) std::memcpy(to, &value, 4);
     if (kind_ == KvKind::kBfloat16 || kind_ == KvKind::kFloat16) std::memcpy(to, &narrow, 2);
-    if (kind_ != KvKind::kInt8) return;
-    constexpr float kScale = 0.01f;
-    const float code = std::isfinite(value) ? std::fmin(value / kScale, 127.0f) : 0.0f;
-    *to = static_cast<uint8_t>(static_cast<int8_t>(std::fmax(code, -127.0f)));
-    scale_[which][location * heads_ + head] = std::isfinite(value) ? kScale : kNan;
+    if (!has_scales(kind_)) return;
+    // A head that was given a value which is not finite keeps a NaN for its scale.
+    float& scale = scale_[which][location * heads_ + head];
+    if (column == 0) scale = kind_ == KvKind::kInt8 ? 0.01f : 0.001f;
+    const float most = static_cast<float>(largest_code(kind_));
+    const float code = std::fmax(std::fmin(value / scale, most), -most);
+    if (!std::isfinite(value)) scale = kNan;
+    const int16_t rounded = static_cast<int16_t>(std::isfinite(code) ? code : 0.0f);
+    std::memcpy(to, &rounded, static_cast<size_t>(element_size(kind_)));  // the low byte first
   }
 
   // Everything in the pool, what lies between tokens too.
@@ -66,9 +68,7 @@ class KvPool {
     for (int which = 0; which < 2; ++which) {
       const int64_t size = static_cast<int64_t>(bytes_[which].size()) / element_size(kind_);
       for (int64_t at = 0; at < size; ++at) {
-        const bool codes = kind_ == KvKind::kInt8;
-        result.push_back(codes ? static_cast<float>(static_cast<int8_t>(bytes_[which][at]))
-                               : element(which, at));
+        result.push_back(element(which, at));
       }
       result.insert(result.end(), scale_[which].begin(), scale_[which].end());
     }
@@ -84,7 +84,9 @@ class KvPool {
       std::memcpy(&value, from, 4);
       return value;
     }
+    if (kind_ == KvKind::kInt8) return static_cast<int8_t>(*from);
     std::memcpy(&narrow, from, 2);
+    if (kind_ == KvKind::kInt16) return static_cast<int16_t>(narrow);
     return kind_ == KvKind::kBfloat16 ? from_bfloat16(narrow) : half_to_float(narrow);
   }
 

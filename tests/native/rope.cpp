@@ -55,7 +55,7 @@ void test_store(Family& family, Random& random, KvKind kind, int64_t dim) {
     return pool.all();
   });
   if (c.odd) return;
-  // What is stored is near: 8 bits of the largest of its head, or the bits of its type.
+  // What is stored is near: 8 or 13 bits of the largest of its head, or the bits of its type.
   KvPool pool(kind, c.shape, c.locations, c.gap);
   store_kv(c.shape, pool.store(), k.data(), stride, v.data(), stride, c.out_loc.data(), c.tokens);
   for (int64_t i = 0; i < c.tokens * width; ++i) {
@@ -65,7 +65,8 @@ void test_store(Family& family, Random& random, KvKind kind, int64_t dim) {
     for (int64_t d = 0; d < dim; ++d) largest = std::fmax(largest, std::fabs(x[d]));
     const float wanted = x[i % dim];
     const float error = std::fabs(pool.get(1, c.out_loc[t], head, i % dim) - wanted);
-    const float bound = kind == KvKind::kInt8       ? largest / 254 * 1.0001f
+    const float codes = 2 * static_cast<float>(largest_code(kind));
+    const float bound = has_scales(kind)            ? largest / codes * 1.001f
                         : kind == KvKind::kFloat32  ? 0.0f
                         : kind == KvKind::kBfloat16 ? std::fabs(wanted) / 256
                                                     : std::fabs(wanted) / 2048 + 0x1p-25f;
