@@ -101,6 +101,18 @@ void pack_values(const int16_t* const* values, int64_t pad, Pair* out, const Nex
   }
 }
 
+// Simple loops of their own, which compilers make vectors of.
+template <class T>
+MINISGL_INLINE void find_rows(const T* pool, const int32_t* locations, int64_t stride,
+                              int64_t begin, int64_t end, const T** rows) {
+  for (int64_t j = begin; j < end; ++j) rows[j] = pool + locations[j] * stride;
+}
+
+MINISGL_INLINE void find_scales(const float* __restrict scales, const int32_t* locations,
+                                int64_t heads, int64_t begin, int64_t end, float* __restrict out) {
+  for (int64_t j = begin; j < end; ++j) out[j] = scales[locations[j] * heads];
+}
+
 // Reads keys [begin, end) of the block and prepares its values.
 template <class V, KvKind kKind, bool kPacked>
 void load_block(const AttentionTask& task, const Scratch& s, const NextKeys& next,
@@ -113,17 +125,10 @@ void load_block(const AttentionTask& task, const Scratch& s, const NextKeys& nex
   const T* v = static_cast<const T*>(kv.v) + task.kv_head * dim;
   const int32_t* locations = task.locations + block->base;
   const T *keys[kKeyBlock], *values[kKeyBlock];
-  for (int64_t j = begin; j < end; ++j) {
-    const int64_t location = locations[j];
-    keys[j] = k + location * kv.token_stride;
-    values[j] = v + location * kv.token_stride;
-    const float k_scale = kv.k_scale[location * heads + task.kv_head];
-    const float v_scale = kv.v_scale[location * heads + task.kv_head];
-    // A value that is not finite shows in the score, and so in the sum of the weights.
-    const bool good = v_scale < __builtin_inff();
-    s.k_scale[j] = good ? k_scale : __builtin_nanf("");
-    s.v_scale[j] = good ? v_scale : 0.0f;
-  }
+  find_rows(k, locations, kv.token_stride, begin, end, keys);
+  find_rows(v, locations, kv.token_stride, begin, end, values);
+  find_scales(kv.k_scale + task.kv_head, locations, heads, begin, end, s.k_scale);
+  find_scales(kv.v_scale + task.kv_head, locations, heads, begin, end, s.v_scale);
   // Where no row looks, any readable key will do: its weight is 0.
   const auto fill = [&](int64_t from, int64_t until) {
     for (int64_t j = from; j < until; ++j) {
@@ -134,6 +139,13 @@ void load_block(const AttentionTask& task, const Scratch& s, const NextKeys& nex
   };
   fill(0, begin);
   fill(end, kKeyBlock);
+  // A value that is not finite shows in the score, and so in the sum of the weights.
+  const auto infinity = V::broadcast(-kNone), nan = V::broadcast(__builtin_nanf(""));
+  for (int64_t j = 0; j < kKeyBlock; j += kVecLanes) {
+    const auto k_scale = V::load(s.k_scale + j), v_scale = V::load(s.v_scale + j);
+    V::store(s.k_scale + j, V::where_less(v_scale, infinity, k_scale, nan));
+    V::store(s.v_scale + j, V::where_less(v_scale, infinity, v_scale, V::zero()));
+  }
   const int64_t width = (s.pad + 2 * kVecLanes - 1) / (2 * kVecLanes) * (2 * kVecLanes);
   auto* loose = reinterpret_cast<int16_t*>(s.keys);
   const auto loosen = [&](const T* const* rows, const int16_t** out) {

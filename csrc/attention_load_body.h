@@ -73,7 +73,8 @@ struct Scratch {
 
 MINISGL_INLINE void prefetch_bytes(const void* row, int64_t bytes) {
   const char* p = static_cast<const char*>(row);
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i);
+  __builtin_prefetch(p);
+  for (int64_t i = 64; i < bytes; i += 64) __builtin_prefetch(p + i);
 }
 
 // Turns keys [begin, end) of the block, and neighbours: out[column * 64 + key]. A column is an
@@ -84,12 +85,13 @@ void turn_keys(const T* const* rows, int64_t dim, int64_t begin, int64_t end, T*
                const Value* const* values, int64_t value_bytes) {
   constexpr int64_t kKeys = V::kTurned / static_cast<int64_t>(sizeof(T));
   constexpr int64_t kColumns = 16 / static_cast<int64_t>(sizeof(T));
+  const int64_t fetched = (kKeys * kColumns + dim - 1) / dim;  // values in each piece of work
   for (int64_t g = begin / kKeys * kKeys; g < end; g += kKeys) {
     const int64_t last = min64(end, g + kKeys);
     int64_t d = 0, next = max64(begin, g);
     for (; d + kColumns <= dim; d += kColumns) {
       V::turn(rows + g, d, out + d * kKeyBlock + g);
-      const int64_t until = min64(last, g + (d + kColumns) * kKeys / dim);
+      const int64_t until = min64(last, next + fetched);
       for (; next < until; ++next) prefetch_bytes(values[next], value_bytes);
     }
     for (; next < last; ++next) prefetch_bytes(values[next], value_bytes);
