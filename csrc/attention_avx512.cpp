@@ -9,6 +9,7 @@ namespace {
 
 struct Avx512 {
   static constexpr int kRows = 6, kSums = 24;
+  static constexpr bool kDirect = true;   // few rows read keys where they lie
   static constexpr int64_t kTurned = 64;  // bytes of keys, one column, turned at once
   using Vec = __m512;
   using Ints = __m512i;   // 16 sums
@@ -51,6 +52,49 @@ struct Avx512 {
   static MINISGL_INLINE Ints dot(Pairs a, Pairs b, Ints sum) {
     asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return sum;
+  }
+  // Lane j is the product of key j with a query, for 16 keys and R queries, whose 16 columns each
+  // lie there twice: one register holds half of 32 columns of each of two keys.
+  template <int R>
+  static MINISGL_INLINE void dots(const int16_t* const* keys, const int16_t* queries, int64_t pad,
+                                  const int16_t* const* values, Ints (&out)[R]) {
+    Ints sum[R][8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      const int64_t j = i / 4 * 8 + i % 4;
+      const int16_t *a = keys[j], *b = keys[j + 4];
+      for (int r = 0; r < R; ++r) sum[r][i] = zero_ints();
+      const int16_t* query = queries;
+      for (int64_t d = 0; d < pad; d += 16, query += 32) {
+        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + d));
+        const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b + d));
+        const Pairs both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        for (int r = 0; r < R; ++r) sum[r][i] = dot_memory(both, query + r * 2 * pad, sum[r][i]);
+      }
+      prefetch_bytes(values[j], pad * 2);
+      prefetch_bytes(values[j + 4], pad * 2);
+    }
+    for (int r = 0; r < R; ++r) out[r] = fold_halves(sum[r]);
+  }
+  static MINISGL_INLINE Ints dot_memory(Pairs a, const int16_t* b, Ints sum) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(a), "m"(*reinterpret_cast<const Pairs*>(b)));
+    return sum;
+  }
+  // The sum of the eight lanes of each half: those of vector i become lanes i and i + 4, the second
+  // four vectors 8 lanes on.
+  static MINISGL_INLINE Ints fold_halves(const Ints (&a)[8]) {
+    Ints four[4], two[2];
+    for (int i = 0; i < 4; ++i) {
+      four[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]),
+                                 _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
+    }
+    for (int i = 0; i < 2; ++i) {
+      const Vec x = _mm512_castsi512_ps(four[2 * i]), y = _mm512_castsi512_ps(four[2 * i + 1]);
+      two[i] = _mm512_add_epi32(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)),
+                                _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xdd)));
+    }
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(two[0], two[1], 0x88),
+                            _mm512_shuffle_i32x4(two[0], two[1], 0xdd));
   }
   static MINISGL_INLINE void store_codes(int16_t* p, Vec a) {  // the low halves of the lanes
     const __m256i codes = _mm512_cvtepi32_epi16(_mm512_castps_si512(a));

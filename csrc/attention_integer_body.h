@@ -17,7 +17,8 @@ constexpr float kMostWeight = 8191.0f;  // 64 keys of it, times 4095, fit into 3
 constexpr int64_t kMostQuery = 8191;
 constexpr float kLeast = 1e-30f;      // a query or weights of a block below are nothing
 
-// kPacked: values lie in scratch as pairs of keys, otherwise rows of 32 columns are read in place.
+// kPacked: values lie in scratch as pairs of keys, otherwise rows of 32 columns are read in place;
+// so are keys where V::kDirect says that this is better than to turn them for few rows.
 template <bool kPacked>
 struct CodeBlock {
   int64_t base;        // absolute position of the block's first key
@@ -25,7 +26,7 @@ struct CodeBlock {
   bool full;           // every row sees every key
   const Pair* keys;    // on their side: [pair of columns][64 keys]
   const Pair* packed;  // [pair of keys][padded columns]
-  const int16_t* values[kKeyBlock];
+  const int16_t *rows[kKeyBlock], *values[kKeyBlock];
 };
 
 // Key j of each half of a block is the partner of key j + 16.
@@ -35,6 +36,22 @@ MINISGL_INLINE int64_t key_of_pair(int64_t pair) {
 
 MINISGL_INLINE int16_t* query_codes(const Scratch& s, int64_t row) {
   return reinterpret_cast<int16_t*>(s.queries) + row * s.pad;
+}
+
+// For V::kDirect: each 16 codes of a query twice, where otherwise turned keys lie.
+MINISGL_INLINE int16_t* twice(const Scratch& s, int64_t row) {
+  return reinterpret_cast<int16_t*>(s.turned) + row * 2 * s.pad;
+}
+
+inline void repeat_queries(const Scratch& s, int64_t rows) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const int16_t* from = query_codes(s, row);
+    int16_t* to = twice(s, row);
+    for (int64_t d = 0; d < s.pad; d += kVecLanes) {
+      std::memcpy(to + 2 * d, from + d, kVecLanes * sizeof(int16_t));
+      std::memcpy(to + 2 * d + kVecLanes, from + d, kVecLanes * sizeof(int16_t));
+    }
+  }
 }
 
 // R queries of x, from row `first` on, as codes in [-most, most] and their scales. A NaN or an
@@ -113,6 +130,23 @@ MINISGL_INLINE void find_scales(const float* __restrict scales, const int32_t* l
   for (int64_t j = begin; j < end; ++j) out[j] = scales[locations[j] * heads];
 }
 
+// The addresses of NextKeys, found all at once: where values take few instructions, so must this.
+struct NextRows {
+  const char* rows[kKeyBlock];
+  int64_t bytes;
+
+  MINISGL_INLINE bool find(const NextKeys& next) {
+    bytes = next.bytes;
+    find_rows(next.first, next.locations, next.stride, 0, next.count, rows);
+    for (int64_t j = next.count; j < kKeyBlock; ++j) rows[j] = next.first;
+    return next.count > 0;
+  }
+  MINISGL_INLINE void fetch(int64_t j) const {  // two of them
+    prefetch_bytes(rows[j], bytes);
+    prefetch_bytes(rows[j + 1], bytes);
+  }
+};
+
 // Reads keys [begin, end) of the block and prepares its values.
 template <class V, KvKind kKind, bool kPacked>
 void load_block(const AttentionTask& task, const Scratch& s, const NextKeys& next,
@@ -156,6 +190,11 @@ void load_block(const AttentionTask& task, const Scratch& s, const NextKeys& nex
   const auto in_place = [&](const T* const* rows, const int16_t** out) {
     if constexpr (kKind == KvKind::kInt16) std::memcpy(out, rows, sizeof(values));
   };
+  if constexpr (!kPacked) in_place(values, block->values);
+  if constexpr (!kPacked && V::kDirect) {
+    in_place(keys, block->rows);
+    return;
+  }
   const int16_t* wide[kKeyBlock];
   if (kKind == KvKind::kInt16 && dim % 2 == 0) {
     in_place(keys, wide);
@@ -168,9 +207,7 @@ void load_block(const AttentionTask& task, const Scratch& s, const NextKeys& nex
   turn_keys<V>(paired, (dim + 1) / 2, begin, end, turned, values,
                dim * static_cast<int64_t>(sizeof(T)));
   block->keys = turned;
-  if constexpr (!kPacked) {
-    in_place(values, block->values);
-  } else {
+  if constexpr (kPacked) {
     if (kKind == KvKind::kInt16 && dim == width) {
       in_place(values, wide);
     } else {
@@ -226,6 +263,33 @@ void code_scores(const Scratch& s, const Pair* keys, int64_t first, int64_t pair
   }
 }
 
+// The same from keys where they lie, for as many rows from row r on as registers hold sums for;
+// values are fetched beside them.
+template <class V, int R>
+void direct_scores(const Scratch& s, const CodeBlock<false>& block, int64_t first, int r, int64_t g,
+                   int64_t last) {
+  constexpr int kRows = R < 3 ? R : 3;
+  for (int64_t at = g * kVecLanes; at < last * kVecLanes; at += kVecLanes) {
+    typename V::Ints dots[kRows];
+    V::template dots<kRows>(block.rows + at, twice(s, first + r), s.pad, block.values + at, dots);
+    const auto scale = V::load(s.k_scale + at);
+    for (int i = 0; i < kRows; ++i) {
+      V::store(s.scores + (r + i) * kKeyBlock + at, V::mul(V::to_floats(dots[i]), scale));
+    }
+  }
+  if constexpr (R > kRows) direct_scores<V, R - kRows>(s, block, first, r + kRows, g, last);
+}
+
+template <class V, int R, bool kPacked>
+MINISGL_INLINE void any_scores(const Scratch& s, const CodeBlock<kPacked>& block, int64_t first,
+                               int64_t pairs, int64_t g, int64_t last) {
+  if constexpr (!kPacked && V::kDirect) {
+    direct_scores<V, R>(s, block, first, 0, g, last);
+  } else {
+    code_scores<V, R>(s, block.keys, first, pairs, g, last);
+  }
+}
+
 // Weights times scales of values, of halves [begin, end) of the block, as codes; unit[row] is what
 // a code of 1 stands for, given the row's largest.
 template <class V, int R>
@@ -249,13 +313,12 @@ void code_weights(const Scratch& s, int64_t begin, int64_t end, const float* mos
 }
 
 // out[row] = out[row] * factor[row] + unit[row] * sum of weights times values over pairs [first,
-// last), for N vectors of columns. Where values are read in place, the keys of `next` are fetched
-// beside them.
+// last), for N vectors of columns. The rows of `next`, unless null, are fetched beside them.
 template <class V, int R, int N, bool kPacked>
 MINISGL_INLINE void code_value_tile(const Scratch& s, const CodeBlock<kPacked>& block,
                                     int64_t first, int64_t last, int64_t column,
                                     const float* factor, const float* unit, float* out,
-                                    const NextKeys* next) {
+                                    const NextRows* next) {
   const int64_t pad = s.pad;
   const auto load = [&](int64_t p, typename V::Pairs(&pairs)[N]) {
     if constexpr (kPacked) {
@@ -270,7 +333,7 @@ MINISGL_INLINE void code_value_tile(const Scratch& s, const CodeBlock<kPacked>& 
         pairs[n] = both[0];
         if (n + 1 < N) pairs[n + 1] = both[1];
       }
-      if (next != nullptr) next->fetch_two(2 * p);
+      if (next != nullptr) next->fetch(2 * p);
     }
   };
   dot_tile<V, R, N>(s.weights, kKeyPairs, first, last, load, [&](int r, int n, auto dot) {
@@ -288,7 +351,7 @@ void block_rows(const AttentionTask& task, const Scratch& s, const CodeBlock<kPa
   alignas(64) float factor[kVecLanes], most[kVecLanes], unit[kVecLanes];
   int64_t half = 0, end_half = 2, last = kKeyPairs;
   if (block.full) {
-    code_scores<V, R>(s, block.keys, first, pairs, 0, kKeyVecs);
+    any_scores<V, R>(s, block, first, pairs, 0, kKeyVecs);
     softmax_rows<V, true, R, true>(s, first, nullptr, 0, kKeyVecs, factor, most);
   } else {
     const Ranges<R> range(task, s.position + first, block.base);
@@ -297,22 +360,28 @@ void block_rows(const AttentionTask& task, const Scratch& s, const CodeBlock<kPa
     half = range.low / kHalf;
     end_half = (range.high + kHalf - 1) / kHalf;
     last = (end_half - 1) * kVecLanes + min64(kVecLanes, range.high - (end_half - 1) * kHalf);
-    code_scores<V, R>(s, block.keys, first, pairs, range.low / kVecLanes,
-                      (range.high + kVecLanes - 1) / kVecLanes);
+    any_scores<V, R>(s, block, first, pairs, range.low / kVecLanes,
+                     (range.high + kVecLanes - 1) / kVecLanes);
     softmax_rows<V, true, R, false>(s, first, &range, 2 * half, 2 * end_half, factor, most);
   }
   code_weights<V, R>(s, half, end_half, most, unit);
   constexpr int kN = kPacked || kVecsOf<V, R> > 1 ? kVecsOf<V, R> : 2;
   float* out = s.split.out + first * s.pad;
+  NextRows rows;
+  const NextRows* ahead = nullptr;
+  if constexpr (!kPacked) {
+    if (next != nullptr && rows.find(*next)) ahead = &rows;
+  }
   int64_t column = 0;
   for (; column + kN * kVecLanes <= s.pad; column += kN * kVecLanes) {
-    code_value_tile<V, R, kN>(s, block, half * kVecLanes, last, column, factor, unit, out, next);
-    next = nullptr;
+    code_value_tile<V, R, kN>(s, block, half * kVecLanes, last, column, factor, unit, out, ahead);
+    ahead = nullptr;
   }
   constexpr int kRest = kPacked ? 1 : 2;
   for (; column < s.pad; column += kRest * kVecLanes) {
-    code_value_tile<V, R, kRest>(s, block, half * kVecLanes, last, column, factor, unit, out, next);
-    next = nullptr;
+    code_value_tile<V, R, kRest>(s, block, half * kVecLanes, last, column, factor, unit, out,
+                                 ahead);
+    ahead = nullptr;
   }
 }
 

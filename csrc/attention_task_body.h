@@ -185,6 +185,7 @@ void run_attention(const AttentionTask& task) {
                     (kKind != KvKind::kFloat32 && rows > kRowsWorthPacking);
   load_queries<V, kKind>(task, s);
   load_positions(task, s);
+  if (kCodes && V::kDirect && !pack) repeat_queries(s, rows);
   for (int64_t split = task.first_split; split < task.end_split; ++split) {
     // The first one may gather in the totals: there is nothing to add it to.
     const bool direct = task.partials == nullptr && split == task.first_split;
