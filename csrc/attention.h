@@ -30,7 +30,7 @@ constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kKeySplit = 256;
 constexpr int64_t kMaxHeadDim = 1024;
 
-// int8, int16: value = code * scale, one scale per location and head at [location * num_kv_heads + head].
+// Integers: value = code * scale, one scale per location and head, at [location * heads + head].
 struct KVView {
   KvKind kind;
   const void* k;

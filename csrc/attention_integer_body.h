@@ -130,23 +130,6 @@ MINISGL_INLINE void find_scales(const float* __restrict scales, const int32_t* l
   for (int64_t j = begin; j < end; ++j) out[j] = scales[locations[j] * heads];
 }
 
-// The addresses of NextKeys, found all at once: where values take few instructions, so must this.
-struct NextRows {
-  const char* rows[kKeyBlock];
-  int64_t bytes;
-
-  MINISGL_INLINE bool find(const NextKeys& next) {
-    bytes = next.bytes;
-    find_rows(next.first, next.locations, next.stride, 0, next.count, rows);
-    for (int64_t j = next.count; j < kKeyBlock; ++j) rows[j] = next.first;
-    return next.count > 0;
-  }
-  MINISGL_INLINE void fetch(int64_t j) const {  // two of them
-    prefetch_bytes(rows[j], bytes);
-    prefetch_bytes(rows[j + 1], bytes);
-  }
-};
-
 // Reads keys [begin, end) of the block and prepares its values.
 template <class V, KvKind kKind, bool kPacked>
 void load_block(const AttentionTask& task, const Scratch& s, const NextKeys& next,
@@ -313,12 +296,13 @@ void code_weights(const Scratch& s, int64_t begin, int64_t end, const float* mos
 }
 
 // out[row] = out[row] * factor[row] + unit[row] * sum of weights times values over pairs [first,
-// last), for N vectors of columns. The rows of `next`, unless null, are fetched beside them.
+// last), for N vectors of columns. Where values are read in place, the keys of `next` are fetched
+// beside them.
 template <class V, int R, int N, bool kPacked>
 MINISGL_INLINE void code_value_tile(const Scratch& s, const CodeBlock<kPacked>& block,
                                     int64_t first, int64_t last, int64_t column,
                                     const float* factor, const float* unit, float* out,
-                                    const NextRows* next) {
+                                    const NextKeys* next) {
   const int64_t pad = s.pad;
   const auto load = [&](int64_t p, typename V::Pairs(&pairs)[N]) {
     if constexpr (kPacked) {
@@ -333,7 +317,7 @@ MINISGL_INLINE void code_value_tile(const Scratch& s, const CodeBlock<kPacked>& 
         pairs[n] = both[0];
         if (n + 1 < N) pairs[n + 1] = both[1];
       }
-      if (next != nullptr) next->fetch(2 * p);
+      if (next != nullptr) next->fetch_two(2 * p);
     }
   };
   dot_tile<V, R, N>(s.weights, kKeyPairs, first, last, load, [&](int r, int n, auto dot) {
@@ -367,21 +351,15 @@ void block_rows(const AttentionTask& task, const Scratch& s, const CodeBlock<kPa
   code_weights<V, R>(s, half, end_half, most, unit);
   constexpr int kN = kPacked || kVecsOf<V, R> > 1 ? kVecsOf<V, R> : 2;
   float* out = s.split.out + first * s.pad;
-  NextRows rows;
-  const NextRows* ahead = nullptr;
-  if constexpr (!kPacked) {
-    if (next != nullptr && rows.find(*next)) ahead = &rows;
-  }
   int64_t column = 0;
   for (; column + kN * kVecLanes <= s.pad; column += kN * kVecLanes) {
-    code_value_tile<V, R, kN>(s, block, half * kVecLanes, last, column, factor, unit, out, ahead);
-    ahead = nullptr;
+    code_value_tile<V, R, kN>(s, block, half * kVecLanes, last, column, factor, unit, out, next);
+    next = nullptr;
   }
   constexpr int kRest = kPacked ? 1 : 2;
   for (; column < s.pad; column += kRest * kVecLanes) {
-    code_value_tile<V, R, kRest>(s, block, half * kVecLanes, last, column, factor, unit, out,
-                                 ahead);
-    ahead = nullptr;
+    code_value_tile<V, R, kRest>(s, block, half * kVecLanes, last, column, factor, unit, out, next);
+    next = nullptr;
   }
 }
 
