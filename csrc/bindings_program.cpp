@@ -133,8 +133,7 @@ using Norms = std::tuple<uint64_t, uint64_t, float>;
 // requests: (number, query_start, kv_len, rows, row stride). wanted: 0 for the last row of each.
 void run(Program& program, int64_t num_tokens, uint64_t ids, uint64_t positions, uint64_t out_loc,
          const std::tuple<int64_t, uint64_t, uint64_t, uint64_t, int64_t>& requests,
-         int64_t num_wanted, uint64_t wanted, uint64_t logits, int64_t logits_stride,
-         uint64_t best) {
+         int64_t num_wanted, uint64_t wanted, uint64_t logits, int64_t logits_stride) {
   nb::gil_scoped_release release;
   const auto [num_reqs, query_start, kv_len, rows, row_stride] = requests;
   std::vector<int64_t> last;
@@ -152,8 +151,7 @@ void run(Program& program, int64_t num_tokens, uint64_t ids, uint64_t positions,
                num_wanted,
                wanted == 0 ? last.data() : address<int64_t>(wanted),
                address<float>(logits),
-               logits_stride,
-               address<int32_t>(best)});
+               logits_stride});
 }
 
 nb::list take_profile(Program& program) {
@@ -178,7 +176,6 @@ void bind_program(nb::module_& m) {
   nb::class_<Program>(m, "Program")
       .def(nb::init<int64_t, int64_t, int64_t>())
       .def_prop_ro("num_steps", &Program::num_steps)
-      .def_prop_ro("knows_best", &Program::knows_best)
       .def("add_buffer", &Program::add_buffer)
       .def("embed", [](Program& p, const MatrixTuple& weight, float scale, int out) {
         p.embed(matrix(weight), scale, out);

@@ -1,8 +1,6 @@
 // How a product is cut into tasks; the kernels themselves are in matmul_<isa>.cpp.
 #include "matmul.h"
 
-#include <vector>
-
 #include "isa.h"
 #include "pool.h"
 
@@ -77,36 +75,14 @@ void run_panels(const PackedView& weight, int64_t first, int64_t count, const Ac
   kernels().packed[static_cast<int>(weight.format)](work);
 }
 
-// best: of each panel chunk and token, if the job asks for it.
-void run_packed(const Activations& x, const PackedJob& job, const Cut& cut, int64_t task,
-                ArgMax* best) {
+void run_packed(const Activations& x, const PackedJob& job, const Cut& cut, int64_t task) {
   const int64_t first = task % cut.panel_chunks * cut.panels_per_task;
   const int64_t first_tile = task / cut.panel_chunks * kTilesPerTask;
   const int64_t panels = min64(cut.panels_per_task, job.weight.panels() - first);
   const int64_t end = min64(first_tile + kTilesPerTask, x.tiles());
   for (int64_t tile = first_tile; tile < end; ++tile) {
     float* out = job.out + tile * kTileTokens * job.out_stride + first * kPanelRows;
-    const ActivationTile part = x.tile(tile);
-    run_panels(job.weight, first, panels, part, out, job.out_stride);
-    if (job.best == nullptr) continue;
-    const int64_t row = first * kPanelRows, count = min64(panels * kPanelRows, job.weight.rows - row);
-    ArgMax* to = best + task % cut.panel_chunks * x.tokens() + tile * kTileTokens;
-    for (int64_t t = 0; t < part.stride; ++t) {
-      to[t] = elementwise_kernels().arg_max(out + t * job.out_stride, count);
-      to[t].index += row;
-    }
-  }
-}
-
-// The first largest of all chunks, or a NaN if there is one.
-void merge_best(const std::vector<ArgMax>& parts, int64_t tokens, ArgMax* best) {
-  for (int64_t t = 0; t < tokens; ++t) {
-    ArgMax all = parts[static_cast<size_t>(t)];
-    for (size_t i = static_cast<size_t>(t + tokens); i < parts.size(); i += static_cast<size_t>(tokens)) {
-      const bool is_larger = parts[i].value > all.value || parts[i].value != parts[i].value;
-      if (is_larger && all.value == all.value) all = parts[i];
-    }
-    best[t] = all;
+    run_panels(job.weight, first, panels, x.tile(tile), out, job.out_stride);
   }
 }
 
@@ -119,21 +95,16 @@ void matmul_packed(const Activations& x, const PackedJob* jobs, int num_jobs) {
   int64_t total_bytes = 0;
   for (int i = 0; i < num_jobs; ++i) total_bytes += jobs[i].weight.bytes();
   Cut cuts[kMaxJobs];
-  std::vector<ArgMax> best[kMaxJobs];
   int64_t num_tasks = 0;
   for (int i = 0; i < num_jobs; ++i) {
     cuts[i] = cut_job(jobs[i].weight, x.tiles(), task_bytes(total_bytes, x));
     num_tasks += cuts[i].tasks();
-    if (jobs[i].best) best[i].resize(static_cast<size_t>(cuts[i].panel_chunks * x.tokens()));
   }
   parallel_for(num_tasks, [&](int64_t task) {
     int i = 0;
     for (; task >= cuts[i].tasks(); ++i) task -= cuts[i].tasks();
-    run_packed(x, jobs[i], cuts[i], task, best[i].data());
+    run_packed(x, jobs[i], cuts[i], task);
   });
-  for (int i = 0; i < num_jobs; ++i) {
-    if (jobs[i].best) merge_best(best[i], x.tokens(), jobs[i].best);
-  }
 }
 
 void matmul_gated(const Activations& x, const PackedView& gate, const PackedView& up,

@@ -8,18 +8,15 @@
 #include <cstdint>
 
 #include "activations.h"
-#include "elementwise.h"
 #include "format.h"
 
 namespace minisgl {
 
-// One weight of a joint product: out[t * out_stride + row] for each token and row. best: where the
-// largest output of each token goes, null if nobody asks.
+// One weight of a joint product: out[t * out_stride + row] for each token and row.
 struct PackedJob {
   PackedView weight;
   float* out;
   int64_t out_stride;
-  ArgMax* best = nullptr;
 };
 
 // Multiplies the same activations by several weights in one parallel region.

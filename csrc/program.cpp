@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -159,14 +158,8 @@ int64_t Program::run_tail(int64_t rows, const RunArgs& args, int64_t done) {
   Tile tile{};
   tile.rows = rows;
   tile.logits = args.logits + done * args.logits_stride;
-  const bool wants_best = args.best != nullptr && knows_best_;
-  if (wants_best) best_.resize(static_cast<size_t>(rows));
-  tile.best = wants_best ? best_.data() : nullptr;
   make_quantized(rows, true);
   if (rows > 0) run_steps(tile, tail_begin_, steps_.size());
-  for (int64_t i = 0; wants_best && i < rows; ++i) {
-    args.best[done + i] = std::isfinite(best_[i].value) ? static_cast<int32_t>(best_[i].index) : -1;
-  }
   return done + rows;
 }
 
@@ -183,7 +176,7 @@ void Program::run(const RunArgs& args) {
     const AttentionBatch batch{requests.count(), requests.query_start.data(),
                                requests.kv_len.data(), requests.rows, args.requests.row_stride};
     const Tile tile{end - begin,          args.input_ids + begin, args.positions + begin,
-                    args.out_loc + begin, &batch,                 nullptr, nullptr};
+                    args.out_loc + begin, &batch,                 nullptr};
     make_quantized(tile.rows, false);
     run_steps(tile, 0, tail_begin_);
     while (done + waiting < args.num_wanted && args.wanted[done + waiting] < end) {

@@ -50,7 +50,6 @@ struct RunArgs {
   const int64_t* wanted;  // rising token rows
   float* logits;
   int64_t logits_stride;
-  int32_t* best = nullptr;  // of each wanted row, if the program knows_best(): see `choose_token`
 };
 
 // The tokens that a step works on.
@@ -61,7 +60,6 @@ struct Tile {
   const int32_t* out_loc;
   const AttentionBatch* requests;  // those that the tile touches
   float* logits;
-  ArgMax* best;  // of each row's logits, or null
 };
 
 // Rows [begin, end) of a tile, and of these the columns of groups [first_group, end_group).
@@ -146,8 +144,6 @@ class Program {
   }
   std::vector<StepTime> take_profile();
   size_t num_steps() const { return steps_.size(); }
-  // Whether the largest logit of a row is found while the head's outputs are near.
-  bool knows_best() const { return knows_best_; }
 
  private:
   struct Buffer {
@@ -186,8 +182,6 @@ class Program {
   int64_t logits_stride_ = 0;  // of the run in progress
   std::mutex busy_;
   bool profile_ = false;
-  bool knows_best_ = false;
-  std::vector<ArgMax> best_;  // of the rows of the tail
   std::vector<StepTime> times_;
 };
 

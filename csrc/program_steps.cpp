@@ -110,7 +110,6 @@ void Program::bias(int x, const float* bias, int64_t n) {
   const auto run = elementwise_kernels().add;
   if (x == kLogits) {
     if (!in_tail()) fail("logits before rows are selected");
-    knows_best_ = false;
     return add_row_step("bias", n, [=](const Tile& tile, int64_t row) {
       run(tile.logits + row * logits_stride_, bias, n);
     });
@@ -151,15 +150,13 @@ void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
   Quantized input;
   if (any_packed) input = quantize(x);
   std::vector<PackedJob> jobs(parts.size());  // memory to fill at each run
-  const bool is_head = out == kLogits;
-  if (is_head) knows_best_ = parts.size() == 1 && any_packed;
-  add_whole_step(is_head ? "head" : "linear", bytes, [=](const Tile& tile) mutable {
-    float* to = is_head ? tile.logits : at(out);
-    const int64_t stride = is_head ? logits_stride_ : rows;
+  add_whole_step(out == kLogits ? "head" : "linear", bytes, [=](const Tile& tile) mutable {
+    float* to = out == kLogits ? tile.logits : at(out);
+    const int64_t stride = out == kLogits ? logits_stride_ : rows;
     int num_jobs = 0;
     for (const MatrixRef& part : parts) {
       if (part.packed) {
-        jobs[num_jobs++] = {part.view, to, stride, is_head ? tile.best : nullptr};
+        jobs[num_jobs++] = {part.view, to, stride};
       } else {
         matmul_float(part.kind, {part.data, part.stride, at(x), columns, to, stride,
                                  part.view.rows, tile.rows, columns});
@@ -199,7 +196,7 @@ void Program::gated_mlp(int x, const std::vector<MatrixRef>& gate_up, Activation
     matmul_gated(**input, halves[0], halves[1], combine, hidden->get());
   });
   add_whole_step("linear", down.view.bytes(), [=](const Tile&) {
-    const PackedJob job{down.view, at(out), down.view.rows, nullptr};
+    const PackedJob job{down.view, at(out), down.view.rows};
     matmul_packed(**hidden, &job, 1);
   });
 }

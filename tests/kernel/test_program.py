@@ -305,50 +305,6 @@ def test_wanted_rows_may_be_none_all_or_repeated_and_out_is_used() -> None:
     assert torch.equal(many, every.repeat_interleave(60, 0))
 
 
-@pytest.mark.parametrize("num_wanted", [1, 20, 1200])
-def test_the_largest_logits_are_found_on_the_way(num_wanted: int) -> None:
-    model = make_model("q8", vocab_size=1003)
-    given = inputs(make_table(1, 1), prompts(1, [20]), [(0, 0, 20)])[:4]
-    program = record(model, make_pool(model))
-    logits = program.run(*given, torch.arange(20).repeat_interleave(60)[:num_wanted])
-    best = program.best_of(logits)
-    assert best is not None and best.tolist() == native_ops.choose_tokens(logits)
-    assert best.tolist() == logits.argmax(-1).tolist()
-    assert program.best_of(logits[:1]) is None and program.best_of(logits.clone()) is None
-    logits[0, 5] = 1e9
-    assert program.best_of(logits) is None  # written to since
-    assert program.best_of(program.run(*given, torch.arange(3))) is not None
-    assert program.best_of(logits) is None  # another run's
-
-
-def test_of_equal_logits_the_first_is_best_and_nan_has_none() -> None:
-    model = make_model("q8")
-    given = inputs(make_table(1, 1), prompts(1, [3]), [(0, 0, 3)])[:4]
-    flat = PackedWeight.from_float(torch.ones(260, 64), 8)
-    model.lm_head.weight = flat
-    program = record(model, make_pool(model))
-    logits = program.run(*given, torch.arange(3))
-    assert logits[0].unique().numel() == 1
-    best = program.best_of(logits)
-    assert best is not None and best.tolist() == [0, 0, 0]
-    model.model.norm.weight.fill_(float("nan"))
-    best = record(model, make_pool(model)).best_of(logits)
-    assert best is None
-    broken = record(model, make_pool(model))
-    logits = broken.run(*given, torch.arange(3))
-    assert broken.best_of(logits).tolist() == native_ops.choose_tokens(logits) == [-1] * 3
-
-
-@pytest.mark.parametrize("weights", ["float32", "q8"])
-def test_logits_with_a_bias_or_from_floats_are_looked_through_later(weights: str) -> None:
-    model = make_model(weights)
-    if weights == "q8":
-        model.lm_head.bias = torch.randn(260)
-    given = inputs(make_table(1, 1), prompts(1, [3]), [(0, 0, 3)])[:4]
-    program = record(model, make_pool(model))
-    assert program.best_of(program.run(*given, torch.arange(3))) is None
-
-
 def test_an_empty_batch_gives_no_logits() -> None:
     model = make_model()
     none = torch.empty(0, dtype=torch.int32)

@@ -305,9 +305,7 @@ class Engine:
         plan, last = args.logprobs, logits
         if plan is not None and plan.last is not None:
             last = logits.index_select(0, plan.last)
-        is_plain = last is logits and not args.filters and not args.processors
-        best = self.graph_runner.best_of(logits) if is_plain else None
-        tokens: Tokens = self.sampler.sample(last, args) if best is None else best
+        tokens = self.sampler.sample(last, args)
         on_host = tokens
         if isinstance(tokens, torch.Tensor) and not tokens.is_cpu:
             on_host = tokens.to("cpu", non_blocking=True)

@@ -13,7 +13,6 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from minisgl.core import Batch, Context, Req
@@ -147,10 +146,6 @@ class GraphRunner:
         return program.run(
             ints["input_ids"], ints["positions"], ints["out_loc"], paged, wanted, out
         )
-
-    def best_of(self, logits: torch.Tensor) -> np.ndarray | None:
-        """The greedy tokens of the last forward's logits, if the forward found them on its way."""
-        return None if self._program is None else self._program.best_of(logits)
 
     def _find_program(self) -> Program | None:
         """The model as a native program, recorded at the first forward: then weights are there."""

@@ -240,8 +240,6 @@ class Program:
         self._vocab_size = vocab_size
         self._kept = kept
         self._num_wanted, self._logits, self._logits_at = -1, torch.empty(0), 0
-        self._best, self._best_at = np.empty(0, np.int32), 0
-        self._version = -1
 
     def run(
         self,
@@ -273,23 +271,12 @@ class Program:
             if num_wanted != self._num_wanted:
                 self._num_wanted, self._logits = num_wanted, torch.empty(shape)
                 self._logits_at = self._logits.data_ptr()
-                self._best = np.empty(num_wanted, np.int32)
-                self._best_at = self._best.ctypes.data if self._native.knows_best else 0
             logits, logits_at, stride = self._logits, self._logits_at, self._vocab_size
         self._native.run(
             num_tokens, ids_at, positions_at, out_loc_at, requests.addresses,
-            num_wanted, wanted_at, logits_at, stride, 0 if out is not None else self._best_at,
+            num_wanted, wanted_at, logits_at, stride,
         )  # fmt: skip
-        self._version = self._logits._version
         return logits
-
-    def best_of(self, logits: torch.Tensor) -> np.ndarray | None:
-        """`choose_tokens(logits)`, int32 (wanted,), found on the way by the run that made them.
-
-        None if they are not those of the last run, or have been written to with torch since.
-        """
-        is_known = logits is self._logits and logits._version == self._version and self._best_at
-        return self._best.copy() if is_known else None
 
     @property
     def num_steps(self) -> int:
