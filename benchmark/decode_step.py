@@ -1,6 +1,7 @@
 """Where the time of one forward goes, kind of step by kind of step, against the memory bandwidth.
 
-    python benchmark/decode_step.py [--streams 1,8,32] [--context 64] [--prefill 512] [--threads 2] [--kv-dtype int16]
+    python benchmark/decode_step.py [--streams 1,8,32] [--context 64] [--prefill 512] [--threads 2]
+        [--kv-dtype int16]
 
 Runs the default model, packed as stored, as a recorded program (no engine, no scheduler). Each of
 the few hundred steps counts with its fastest round, since on a shared machine everything slower is
@@ -128,7 +129,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64, help="tokens before the decoded one")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of one prompt, 0 for none")
     parser.add_argument("--threads", type=int, default=0, help="0: all")
-    parser.add_argument("--kv-dtype", default="float16", choices=KV_DTYPES, help="of K and V")
+    parser.add_argument("--kv-dtype", default="int16", choices=KV_DTYPES, help="of K and V")
     parser.add_argument("--seconds", type=float, default=3.0, help="per case")
     args = parser.parse_args()
     if args.threads:

@@ -121,7 +121,8 @@ class Engine:
         """How float weights, and K and V, are stored: as asked, else the checkpoint's type.
 
         On a CPU "auto" takes the checkpoint's type and `AUTO_KV_DTYPE` where the native kernels
-        run, else float32. K and V follow a `dtype` that is given by name.
+        run, else float32; float16 for an attention backend of somebody else's. K and V follow a
+        `dtype` that is given by name.
         """
         asked, checkpoint = self.config.dtype, self.model_config.dtype
         is_given = asked not in (None, AUTO)
@@ -130,7 +131,9 @@ class Engine:
         elif is_given or not native.available():
             dtype = kv_dtype = resolve_dtype(asked)
         else:
-            dtype, kv_dtype = resolve_dtype(checkpoint, torch.float32), AUTO_KV_DTYPE
+            is_ours = self.config.attention_backend in (AUTO, "native", "torch")
+            dtype = resolve_dtype(checkpoint, torch.float32)
+            kv_dtype = AUTO_KV_DTYPE if is_ours else torch.float16
         asked, field = self.config.kv_dtype, "kv_dtype (--kv-dtype)"
         return dtype, resolve_dtype(asked, kv_dtype, field, KV_DTYPES)
 

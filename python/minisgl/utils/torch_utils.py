@@ -24,7 +24,7 @@ DTYPES = {
 }
 KV_DTYPES = {**DTYPES, "int16": torch.int16, "int8": torch.int8}
 # What K and V are stored in where the native kernels run and nothing else is said.
-AUTO_KV_DTYPE = torch.float16
+AUTO_KV_DTYPE = torch.int16
 
 
 def resolve_dtype(
