@@ -46,6 +46,10 @@ struct Portable {
     }
     return a;
   }
+  // As registers add: what lies behind a tile may overflow, and nobody looks at it.
+  static int32_t add(int32_t a, int32_t b) {
+    return static_cast<int32_t>(static_cast<uint32_t>(a) + static_cast<uint32_t>(b));
+  }
   static int low16(int32_t a) { return static_cast<int16_t>(a & 0xffff); }
   static int high16(int32_t a) { return a >> 16; }
   static Int scale16(Int a, Int b) {
@@ -53,13 +57,14 @@ struct Portable {
     for (int i = 0; i < 4; ++i) {
       const int low = product(low16(a.word[i]), low16(b.word[i]));
       const int high = product(high16(a.word[i]), high16(b.word[i]));
-      a.word[i] = high * 65536 + (low & 0xffff);
+      a.word[i] = static_cast<int32_t>(static_cast<uint32_t>(high) << 16 | (low & 0xffff));
     }
     return a;
   }
   static Int dot16(Int sum, Int a, Int b) {
     for (int i = 0; i < 4; ++i) {
-      sum.word[i] += low16(a.word[i]) * low16(b.word[i]) + high16(a.word[i]) * high16(b.word[i]);
+      sum.word[i] = add(sum.word[i], low16(a.word[i]) * low16(b.word[i]));
+      sum.word[i] = add(sum.word[i], high16(a.word[i]) * high16(b.word[i]));
     }
     return sum;
   }
@@ -126,7 +131,10 @@ struct Portable {
         for (int v = first; v < first + kCount; ++v) {
           const int8_t* four = x + u * kGroup + v * 4;
           const uint8_t* code = block[p].code[v].byte;
-          for (int i = 0; i < 16; ++i) sum[p][u].word[i / 4] += code[i] * four[i % 4];
+          for (int i = 0; i < 16; ++i) {
+            int32_t& word = sum[p][u].word[i / 4];
+            word = add(word, code[i] * four[i % 4]);
+          }
         }
       }
     }
