@@ -168,7 +168,7 @@ void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>* range, int64
   const auto before = V::load(max), now = V::max(largest, before);
   // Where there was no finite score so far there is nothing to subtract.
   const auto shift = V::where_less(V::broadcast(kNone), now, now, V::zero());
-  V::store(shifts, kCodes ? V::sub(V::zero(), shift) : shift);
+  V::store(shifts, shift);
   for (int r = 0; r < R; ++r) {
     float* scores = s.scores + r * kKeyBlock;
     const auto down = V::broadcast(shifts[r]);
@@ -177,7 +177,9 @@ void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>* range, int64
       const auto scale = V::broadcast(s.q_scale[first + r]);
       scaled[r] = V::zero();
       for (int64_t g = g_begin; g < g_end; ++g) {
-        auto weight = exp2_vec<V>(V::fma(V::load(scores + g * kVecLanes), scale, down));
+        // Rounded like the largest one, so that nothing is above it however large they are.
+        const auto score = V::mul(V::load(scores + g * kVecLanes), scale);
+        auto weight = exp2_vec<V>(V::sub(score, down));
         each[r] = V::add(each[r], weight);
         weight = V::mul(weight, V::load(s.v_scale + g * kVecLanes));
         scaled[r] = V::max(weight, scaled[r]);

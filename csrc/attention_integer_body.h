@@ -15,7 +15,8 @@ namespace {
 
 constexpr float kMostWeight = 8191.0f;  // 64 keys of it, times 4095, fit into 32 bits
 constexpr int64_t kMostQuery = 8191;
-constexpr float kLeast = 1e-30f;      // a query or weights of a block below are nothing
+// A query, or weights of a block, below are nothing: what makes codes of them would be infinite.
+constexpr float kLeast = 1e-34f;
 
 // kPacked: values lie in scratch as pairs of keys, otherwise rows of 32 columns are read in place;
 // so are keys where V::kDirect says that this is better than to turn them for few rows.

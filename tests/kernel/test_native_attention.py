@@ -302,6 +302,25 @@ def test_extreme_scores_stay_finite_and_right(isa: str) -> None:
     assert (got - paged.expected(0, q, 130, None)).abs().max().item() < 1e-2
 
 
+@pytest.mark.parametrize("dtype", MOST_CODE)
+def test_codes_stand_for_numbers_of_any_size(isa: str, dtype: torch.dtype) -> None:
+    paged = Paged([100], 2, 64, dtype)
+    batch = paged.batch([0], [1], [100])
+    q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(14))
+    usual = na.attention(q, paged.kv, batch)
+    # One key has all the weight as soon as scores are large; they may be much larger than that.
+    chosen = na.attention(q * 1e4, paged.kv, batch)
+    for scale in (1e9, 1e13, 1e20):
+        paged.kv.k_scale.mul_(scale)
+        assert torch.equal(na.attention(q * 1e4, paged.kv, batch), chosen), scale
+        paged.kv.k_scale.div_(scale)
+    for scale in (1e-26, 1e-20, 1e20, 1e30):
+        paged.kv.v_scale.mul_(scale)
+        error = na.attention(q, paged.kv, batch).double() / scale - usual
+        assert error.abs().max().item() < 1e-4, scale
+        paged.kv.v_scale.div_(scale)
+
+
 def test_storing_equals_the_torch_twin(isa: str) -> None:
     random = torch.Generator().manual_seed(7)
     k, v = (torch.randn(50, 3, 20, generator=random) * 300 for _ in range(2))

@@ -57,7 +57,8 @@ _ENGINE = (  # as in `add_table`
         "--kv-dtype",
         str,
         "TYPE",
-        "of K and V: auto, float32, bfloat16, float16, or on a CPU int16 or int8",
+        "of K and V: auto (as --dtype, without it int16 on a CPU), float32, bfloat16, float16, "
+        "or on a CPU int16 or int8",
     ),
     (
         "quant",
