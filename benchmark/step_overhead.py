@@ -29,7 +29,6 @@ from minisgl.kernel.program import Program
 from minisgl.llm.answer import Answer
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.cache import CacheManager
-from minisgl.tokenizer import IncrementalDecoder
 
 WARM_STEPS = 5
 FUNCTIONS: list[tuple[type, str]] = [
@@ -50,7 +49,6 @@ FUNCTIONS: list[tuple[type, str]] = [
     (Scheduler, "_accept_token"),
     (Scheduler, "_flush_replies"),
     (Answer, "take"),
-    (IncrementalDecoder, "push"),
 ]
 OUTSIDE = "generate, and what else"
 
