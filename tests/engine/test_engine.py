@@ -10,14 +10,23 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl.attention import ATTENTION_BACKENDS, TorchAttnBackend
 from minisgl.config import DistributedInfo
 from minisgl.core import Batch, Req, SamplingParams, get_global_ctx
 from minisgl.engine import Engine, EngineConfig, ForwardOutput
 from minisgl.engine.memory import choose_num_pages
+from minisgl.kernel import native
 from minisgl.params import ConfigError, ModelLoadError
 
 from tests.engine.conftest import MakeEngine
 from tests.llm.tiny import CONFIG, VOCAB_SIZE
+
+
+class Floats(TorchAttnBackend):
+    """Somebody else's, that knows no scales."""
+
+    def can_read(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point
 
 
 def request(ids: list[int], row: int, cached_len: int = 0, output_len: int = 10) -> Req:
@@ -258,6 +267,20 @@ def make_given(make_engine: MakeEngine, dtype: str = "float32") -> Engine:
     engine = make_engine(dtype=dtype, kv_dtype="float32")
     give_rows(engine, (0, 0))
     return engine
+
+
+@pytest.mark.skipif(not native.available(), reason="floats without native kernels")
+def test_on_a_cpu_auto_keeps_integers_where_the_backend_is_known_to_read_them(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ATTENTION_BACKENDS._items, "another", lambda ctx, _: Floats(ctx))
+    stored = {"auto": torch.int16, "native": torch.int16, "torch": torch.int16}
+    for name, kv_dtype in {**stored, "another": torch.float16}.items():
+        engine = make_engine(dtype="auto", attention_backend=name)
+        assert engine.kv_cache.k_cache(0).dtype is kv_dtype, name
+        engine.shutdown()
+    with pytest.raises(ConfigError, match=r"Floats on cpu .*int16.*--kv-dtype"):
+        make_engine(dtype="auto", attention_backend="another", kv_dtype="int16")
 
 
 def test_dummy_weights_need_no_weight_file(make_engine: MakeEngine) -> None:

@@ -16,7 +16,7 @@ if not native.available():
     pytest.skip("this installation has no native kernels", allow_module_level=True)
 
 from minisgl.kernel import native_attention, native_ops
-from minisgl.kernel.native_attention import KVTensors, snapshot
+from minisgl.kernel.native_attention import KV_KINDS, KVTensors, snapshot
 from minisgl.kernel.program import CannotRecord, Program, Recorder
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.models import ModelConfig, create_model, init_dummy_weights
@@ -211,7 +211,7 @@ def test_a_program_equals_its_eager_twin_to_the_bit(kind: str, weights: str) -> 
         assert actual.isfinite().all() and actual.std() > 0
 
 
-@pytest.mark.parametrize("kv", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv", KV_KINDS)
 def test_kv_may_be_stored_in_any_type(kv: torch.dtype) -> None:
     model = make_model()
     table, tokens = make_table(2, 1), prompts(2, [30, 9])

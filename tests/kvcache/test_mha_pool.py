@@ -10,7 +10,7 @@ import torch
 from minisgl.distributed import reset_tp_info, set_tp_info
 from minisgl.kvcache import MHAKVCache, create_kvcache_pool
 
-CODES = [torch.int8, torch.int16]
+from tests.integer_kv import INTEGERS
 
 
 def make(dtype: torch.dtype = torch.float32, num_kv_heads: int = 2) -> MHAKVCache:
@@ -27,7 +27,7 @@ def test_the_buffer_has_the_contract_shape() -> None:
     assert pool.k_scale(0) is None and pool.v_scale(0) is None
 
 
-@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_integers_come_with_a_scale_for_each_location_and_head(dtype: torch.dtype) -> None:
     pool = make(dtype)
     k, v = torch.randn(2, 3, 2, 8)
@@ -62,7 +62,7 @@ def test_store_kv_takes_flat_and_split_heads(dtype: torch.dtype, is_flat: bool) 
 
 
 @pytest.mark.parametrize("dim", [8, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *CODES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *INTEGERS])
 def test_pages_are_opaque_bytes_that_move_between_pools(dtype: torch.dtype, dim: int) -> None:
     source, target = (MHAKVCache(1, 3, dim, 5, 1, dtype, "cpu") for _ in range(2))
     for layer in range(3):
