@@ -280,6 +280,17 @@ MINISGL_INLINE void run_step(const Block<V, T> (&block)[P], const ActivationTile
   }
 }
 
+// The rows of the output come from far away and are written all at once in the end: each group asks
+// for its share of them. All of them at the start would keep what the first group reads waiting.
+template <class V, int P>
+MINISGL_INLINE void prefetch_output(const PanelTask& task, const Units<V, P>& units, int64_t g) {
+  const int64_t tokens = task.x.stride, end = tokens * (g + 1) / task.groups;
+  for (int64_t t = tokens * g / task.groups; t < end; ++t) {
+    const float* out = task.out + t * task.out_stride;
+    for (int p = 0; p < P; p += kLine / (4 * V::kLanes)) __builtin_prefetch(out + units.row[p], 1);
+  }
+}
+
 // Many tokens: a block is unpacked once for all of them, which go through U at a time. The last step
 // works on whatever lies behind the tile, and nobody looks at what comes out of it: quicker than
 // steps of one or two tokens, whose sums wait for each other.
@@ -289,11 +300,6 @@ void run_many(const PanelTask& task, int64_t first) {
   const Units<V, P> units(task, first);
   const ActivationTile x = task.x;
   const int64_t tokens = x.stride;
-  // The rows of the output come from far away: ask for them before they are written all at once.
-  for (int64_t t = 0; t < tokens; ++t) {
-    const float* out = task.out + t * task.out_stride;
-    for (int p = 0; p < P; p += kLine / (4 * V::kLanes)) __builtin_prefetch(out + units.row[p], 1);
-  }
   Sums<V, P, U> sums;
   for (int64_t i = 0; i < (tokens + U - 1) / U * U * P; ++i) {
     V::store(sums.all + i * V::kLanes, V::zero_float());
@@ -302,6 +308,7 @@ void run_many(const PanelTask& task, int64_t first) {
   for (int64_t g = 0; g < task.groups; ++g) {
     Block<V, T> block[P];
     load_blocks<V, T, P>(task, units, g, block);
+    prefetch_output<V, P>(task, units, g);
     if (!T::kHasUnit || (g % kSpan != kSpan - 1 && g != task.groups - 1)) {
       for (int64_t t = 0; t < tokens; t += U) run_step<V, T, P, U, false>(block, x, g, t, &sums);
     } else {
