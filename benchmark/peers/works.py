@@ -45,7 +45,7 @@ WORKS = (
     Work("decode-1-long", "decode, 1 stream, 1,024 tokens of context", _decode(1, 1024, 32),
          1.4, 1.8),
     Work("prefill", "prefill, 512 tokens",
-         {"work": "prefill", "context": 512, "repeats": 1}, 1.5, 2.0, 0.50, 0.60),
+         {"work": "prefill", "context": 512, "repeats": 3}, 1.5, 2.0, 0.50, 0.60),
     Work("decode-8", "decode, 8 streams", _decode(8, 32, 24), 2.2, 3.0),
     Work("decode-32", "decode, 32 streams", _decode(32, 32, 10), 2.6, 3.5),
     Work("chat", "64 chats, one system prompt, 16 at a time", {**CHAT, "is_warm": False},
