@@ -10,6 +10,7 @@ namespace {
 struct Avx2 {
   static constexpr int kRows = 6, kSums = 6;
   static constexpr bool kDirect = false;
+  static constexpr bool kScales = false;
   static constexpr int64_t kTurned = 32;  // bytes of keys, one column, turned at once
   struct Vec {
     __m256 low, high;

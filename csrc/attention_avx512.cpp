@@ -10,6 +10,7 @@ namespace {
 struct Avx512 {
   static constexpr int kRows = 6, kSums = 24;
   static constexpr bool kDirect = true;   // few rows read keys where they lie
+  static constexpr bool kScales = true;   // powers of two in one instruction
   static constexpr int64_t kTurned = 64;  // bytes of keys, one column, turned at once
   using Vec = __m512;
   using Ints = __m512i;   // 16 sums
@@ -114,9 +115,13 @@ struct Avx512 {
     out[1] = _mm512_unpackhi_epi16(x, y);
   }
 
-  // 2^n where the low bits of `shifted` hold n + 127.
-  static MINISGL_INLINE Vec power_of_two(Vec shifted) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(shifted), 23));
+  // What x is above or below the nearest integer, of two the even one.
+  static MINISGL_INLINE Vec fraction(Vec x) {
+    return _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  // a * 2^n, 0 where x < bound.
+  static MINISGL_INLINE Vec scale_from(Vec x, Vec bound, Vec a, Vec n) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, bound, _CMP_NLT_UQ), a, n);
   }
   // a where x < bound, b elsewhere.
   static MINISGL_INLINE Vec where_less(Vec x, Vec bound, Vec a, Vec b) {

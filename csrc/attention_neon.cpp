@@ -10,6 +10,7 @@ namespace {
 struct Neon {
   static constexpr int kRows = 6, kSums = 6;  // 24 sums in registers
   static constexpr bool kDirect = false;
+  static constexpr bool kScales = false;
   static constexpr int64_t kTurned = 16;  // bytes of keys, one column, turned at once
   struct Vec {
     float32x4_t part[4];

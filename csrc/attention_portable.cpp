@@ -9,6 +9,7 @@ namespace {
 struct Portable {
   static constexpr int kRows = 2, kSums = 2;
   static constexpr bool kDirect = false;
+  static constexpr bool kScales = false;
   static constexpr int64_t kTurned = 16;  // bytes of keys, one column, turned at once
   struct Vec {
     float lane[kVecLanes];
