@@ -145,21 +145,17 @@ struct Ranges {
   }
 };
 
-// Scores of R rows, in vectors [g_begin, g_end), become weights; keys that a row does not see get
-// none. Updates maximum and sum of the rows; factor[row] is for what they have gathered so far.
-// kCodes: scores want multiplying by q_scale of their row, weights by v_scale of their key, after
-// which most[row] is the largest.
+// The largest of the scores of each of R rows, in vectors [g_begin, g_end); keys that a row does not
+// see get none. kCodes: scores want multiplying by q_scale of their row.
 template <class V, bool kCodes, int R, bool kFull>
-void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>* range, int64_t g_begin,
-                  int64_t g_end, float* factor, float* most) {
+typename V::Vec largest_scores(const Scratch& s, float* scores, int64_t first,
+                               const Ranges<R>* range, int64_t g_begin, int64_t g_end) {
   if constexpr (kFull) {
     g_begin = 0;
     g_end = kKeyVecs;
   }
-  alignas(64) float shifts[kVecLanes];
-  typename V::Vec each[R], scaled[R];
-  for (int r = 0; r < R; ++r) {
-    float* scores = s.scores + r * kKeyBlock;
+  typename V::Vec each[R];
+  for (int r = 0; r < R; ++r, scores += kKeyBlock) {
     each[r] = V::broadcast(kNone);
     for (int64_t g = g_begin; g < g_end; ++g) {
       auto x = V::load(scores + g * kVecLanes);
@@ -172,15 +168,29 @@ void softmax_rows(const Scratch& s, int64_t first, const Ranges<R>* range, int64
       each[r] = V::max(x, each[r]);
     }
   }
+  const auto largest = V::template largests<R>(each);
+  if constexpr (kCodes) return V::mul(largest, V::load(s.q_scale + first));
+  return largest;
+}
+
+// Scores become weights. Updates maximum and sum of the rows, given the largest scores; factor[row]
+// is for what they have gathered so far. kCodes: weights want multiplying by v_scale of their key,
+// after which most[row] is the largest.
+template <class V, bool kCodes, int R, bool kFull>
+void softmax_rows(const Scratch& s, float* scores, int64_t first, int64_t g_begin, int64_t g_end,
+                  typename V::Vec largest, float* factor, float* most) {
+  if constexpr (kFull) {
+    g_begin = 0;
+    g_end = kKeyVecs;
+  }
+  alignas(64) float shifts[kVecLanes];
+  typename V::Vec each[R], scaled[R];
   float *max = s.split.max + first, *sum = s.split.sum + first;
-  auto largest = V::template largests<R>(each);
-  if constexpr (kCodes) largest = V::mul(largest, V::load(s.q_scale + first));
   const auto before = V::load(max), now = V::max(largest, before);
   // Where there was no finite score so far there is nothing to subtract.
   const auto shift = V::where_less(V::broadcast(kNone), now, now, V::zero());
   V::store(shifts, shift);
-  for (int r = 0; r < R; ++r) {
-    float* scores = s.scores + r * kKeyBlock;
+  for (int r = 0; r < R; ++r, scores += kKeyBlock) {
     const auto down = V::broadcast(shifts[r]);
     each[r] = V::zero();
     if constexpr (kCodes) {
@@ -222,7 +232,8 @@ void block_rows(const AttentionTask& task, const Scratch& s, const KeyBlock<kSto
   alignas(64) float factor[kVecLanes];
   if (block.full) {
     score_rows<V, R>(s, block, q, dim, 0, kKeyVecs);
-    softmax_rows<V, false, R, true>(s, first, nullptr, 0, kKeyVecs, factor, nullptr);
+    const auto largest = largest_scores<V, false, R, true>(s, s.scores, first, nullptr, 0, kKeyVecs);
+    softmax_rows<V, false, R, true>(s, s.scores, first, 0, kKeyVecs, largest, factor, nullptr);
     value_rows<V, kStored, R>(block.values, s.scores, 0, kKeyBlock, factor, out, pad, next);
     return;
   }
@@ -237,7 +248,9 @@ void block_rows(const AttentionTask& task, const Scratch& s, const KeyBlock<kSto
   const int first_vec = static_cast<int>(range.low / kVecLanes);
   const int last_vec = static_cast<int>((range.high + kVecLanes - 1) / kVecLanes);
   score_rows<V, R>(s, block, q, dim, first_vec, last_vec);
-  softmax_rows<V, false, R, false>(s, first, &range, first_vec, last_vec, factor, nullptr);
+  const auto largest =
+      largest_scores<V, false, R, false>(s, s.scores, first, &range, first_vec, last_vec);
+  softmax_rows<V, false, R, false>(s, s.scores, first, first_vec, last_vec, largest, factor, nullptr);
   // Each key in turn for each row: those before what all see, those that all see, those after.
   for (int r = 0; r < R; ++r) {
     const int64_t end = min64(shared_begin, range.end[r]);

@@ -8,6 +8,8 @@
 // so that they need no order, and a key that a row does not see has a weight of 0.
 #pragma once
 
+#include <utility>
+
 #include "attention_body.h"
 
 namespace minisgl {
@@ -228,8 +230,8 @@ MINISGL_INLINE void dot_tile(const Pair* factors, int64_t stride, int64_t first,
 // scores[row][key] but for the scale of the row, for R rows and vectors [g, last) of keys, N at a
 // time.
 template <class V, int R, int N = kVecsOf<V, R>>
-void code_scores(const Scratch& s, const Pair* keys, int64_t first, int64_t pairs, int64_t g,
-                 int64_t last) {
+void code_scores(const Scratch& s, float* scores, const Pair* keys, int64_t first, int64_t pairs,
+                 int64_t g, int64_t last) {
   for (; g + N <= last; g += N) {
     const auto load = [&](int64_t p, typename V::Pairs(&out)[N]) {
       for (int n = 0; n < N; ++n) {
@@ -239,56 +241,60 @@ void code_scores(const Scratch& s, const Pair* keys, int64_t first, int64_t pair
     const auto* queries = reinterpret_cast<const Pair*>(query_codes(s, first));
     dot_tile<V, R, N>(queries, s.pad / 2, 0, pairs, load, [&](int r, int n, auto dot) {
       const int64_t at = (g + n) * kVecLanes;
-      V::store(s.scores + r * kKeyBlock + at, V::mul(dot, V::load(s.k_scale + at)));
+      V::store(scores + r * kKeyBlock + at, V::mul(dot, V::load(s.k_scale + at)));
     });
   }
   if constexpr (N > 1) {
-    if (g < last) code_scores<V, R, N - 1>(s, keys, first, pairs, g, last);
+    if (g < last) code_scores<V, R, N - 1>(s, scores, keys, first, pairs, g, last);
   }
 }
 
 // The same from keys where they lie, for as many rows from row r on as registers hold sums for;
 // values are fetched beside them.
 template <class V, int R>
-void direct_scores(const Scratch& s, const CodeBlock<false>& block, int64_t first, int r, int64_t g,
-                   int64_t last) {
+void direct_scores(const Scratch& s, float* scores, const CodeBlock<false>& block, int64_t first,
+                   int r, int64_t g, int64_t last) {
   constexpr int kRows = R < 3 ? R : 3;
   for (int64_t at = g * kVecLanes; at < last * kVecLanes; at += kVecLanes) {
     typename V::Ints dots[kRows];
     V::template dots<kRows>(block.rows + at, twice(s, first + r), s.pad, block.values + at, dots);
     const auto scale = V::load(s.k_scale + at);
     for (int i = 0; i < kRows; ++i) {
-      V::store(s.scores + (r + i) * kKeyBlock + at, V::mul(V::to_floats(dots[i]), scale));
+      V::store(scores + (r + i) * kKeyBlock + at, V::mul(V::to_floats(dots[i]), scale));
     }
   }
-  if constexpr (R > kRows) direct_scores<V, R - kRows>(s, block, first, r + kRows, g, last);
+  if constexpr (R > kRows) direct_scores<V, R - kRows>(s, scores, block, first, r + kRows, g, last);
 }
 
 template <class V, int R, bool kPacked>
-MINISGL_INLINE void any_scores(const Scratch& s, const CodeBlock<kPacked>& block, int64_t first,
-                               int64_t pairs, int64_t g, int64_t last) {
+MINISGL_INLINE void any_scores(const Scratch& s, float* scores, const CodeBlock<kPacked>& block,
+                               int64_t first, int64_t pairs, int64_t g, int64_t last) {
   if constexpr (!kPacked && V::kDirect) {
-    direct_scores<V, R>(s, block, first, 0, g, last);
+    direct_scores<V, R>(s, scores, block, first, 0, g, last);
   } else {
-    code_scores<V, R>(s, block.keys, first, pairs, g, last);
+    code_scores<V, R>(s, scores, block.keys, first, pairs, g, last);
   }
 }
 
-// Weights times scales of values, of halves [begin, end) of the block, as codes; unit[row] is what
-// a code of 1 stands for, given the row's largest.
-template <class V, int R>
-void code_weights(const Scratch& s, int64_t begin, int64_t end, const float* most, float* unit) {
-  alignas(64) float factor[kVecLanes];
+// What makes codes of the weights of rows, given their largest, and what a code of 1 stands for.
+template <class V>
+void code_factors(const float* most, float* factor, float* unit) {
   const auto largest = V::load(most), least = V::broadcast(kLeast), zero = V::zero();
   const auto inverse = V::div(V::broadcast(kMostWeight), largest);
   V::store(factor, V::where_less(least, largest, inverse, zero));
   const auto scale = V::mul(largest, V::broadcast(1.0f / kMostWeight));
   V::store(unit, V::where_less(least, largest, scale, zero));
+}
+
+// Weights times scales of values, of halves [begin, end) of the block, as codes.
+template <class V, int R>
+void code_weights(const Scratch& s, const float* scores, int64_t begin, int64_t end,
+                  const float* factor) {
   const auto round = V::broadcast(kRound);
   for (int r = 0; r < R; ++r) {
     const auto by = V::broadcast(factor[r]);
     for (int64_t h = begin; h < end; ++h) {
-      const float* weight = s.scores + r * kKeyBlock + h * 2 * kVecLanes;
+      const float* weight = scores + r * kKeyBlock + h * 2 * kVecLanes;
       const auto low = V::fma(V::load(weight), by, round);
       const auto high = V::fma(V::load(weight + kVecLanes), by, round);
       V::store_pairs(s.weights + r * kKeyPairs + h * kVecLanes, V::join_codes(low, high));
@@ -328,39 +334,97 @@ MINISGL_INLINE void code_value_tile(const Scratch& s, const CodeBlock<kPacked>& 
   });
 }
 
-// R rows from row `first` on, through one block.
+// R rows from row `first` on, through one block, in three steps: what the next group's first step
+// waits for is there when this group's last one is done, and the other way round.
 template <class V, int R, bool kPacked>
-void block_rows(const AttentionTask& task, const Scratch& s, const CodeBlock<kPacked>& block,
-                int64_t first, const NextKeys* next) {
-  const int64_t pairs = (task.shape->head_dim + 1) / 2;
-  alignas(64) float factor[kVecLanes], most[kVecLanes], unit[kVecLanes];
-  int64_t half = 0, end_half = 2, last = kKeyPairs;
-  if (block.full) {
-    any_scores<V, R>(s, block, first, pairs, 0, kKeyVecs);
-    softmax_rows<V, true, R, true>(s, first, nullptr, 0, kKeyVecs, factor, most);
-  } else {
+struct RowGroup {
+  const AttentionTask& task;
+  const Scratch& s;
+  const CodeBlock<kPacked>& block;
+  float* scores;
+  int64_t first, half, end_half, last;
+  typename V::Vec largest;
+  alignas(64) float factor[kVecLanes], unit[kVecLanes], by[kVecLanes];
+
+  RowGroup(const AttentionTask& t, const Scratch& scratch, const CodeBlock<kPacked>& b, float* memory)
+      : task(t), s(scratch), block(b), scores(memory) {}
+
+  MINISGL_INLINE void score(int64_t row) {
+    const int64_t pairs = (task.shape->head_dim + 1) / 2;
+    first = row;
+    if (block.full) {
+      half = 0;
+      end_half = 2;
+      last = kKeyPairs;
+      any_scores<V, R>(s, scores, block, first, pairs, 0, kKeyVecs);
+      largest = largest_scores<V, true, R, true>(s, scores, first, nullptr, 0, kKeyVecs);
+      return;
+    }
     const Ranges<R> range(task, s.position + first, block.base);
-    if (range.low >= range.high) return;
     constexpr int64_t kHalf = 2 * kVecLanes;
     half = range.low / kHalf;
     end_half = (range.high + kHalf - 1) / kHalf;
     last = (end_half - 1) * kVecLanes + min64(kVecLanes, range.high - (end_half - 1) * kHalf);
-    any_scores<V, R>(s, block, first, pairs, range.low / kVecLanes,
+    if (range.low >= range.high) {
+      half = end_half = last = 0;
+      return;
+    }
+    any_scores<V, R>(s, scores, block, first, pairs, range.low / kVecLanes,
                      (range.high + kVecLanes - 1) / kVecLanes);
-    softmax_rows<V, true, R, false>(s, first, &range, 2 * half, 2 * end_half, factor, most);
+    largest = largest_scores<V, true, R, false>(s, scores, first, &range, 2 * half, 2 * end_half);
   }
-  code_weights<V, R>(s, half, end_half, most, unit);
-  constexpr int kN = kPacked || kVecsOf<V, R> > 1 ? kVecsOf<V, R> : 2;
-  float* out = s.split.out + first * s.pad;
-  int64_t column = 0;
-  for (; column + kN * kVecLanes <= s.pad; column += kN * kVecLanes) {
-    code_value_tile<V, R, kN>(s, block, half * kVecLanes, last, column, factor, unit, out, next);
-    next = nullptr;
+
+  MINISGL_INLINE void soften() {
+    alignas(64) float most[kVecLanes];
+    if (half == end_half) return;
+    if (block.full) {
+      softmax_rows<V, true, R, true>(s, scores, first, 0, kKeyVecs, largest, factor, most);
+    } else {
+      softmax_rows<V, true, R, false>(s, scores, first, 2 * half, 2 * end_half, largest, factor,
+                                      most);
+    }
+    code_factors<V>(most, by, unit);
   }
-  constexpr int kRest = kPacked ? 1 : 2;
-  for (; column < s.pad; column += kRest * kVecLanes) {
-    code_value_tile<V, R, kRest>(s, block, half * kVecLanes, last, column, factor, unit, out, next);
-    next = nullptr;
+
+  MINISGL_INLINE void gather(const NextKeys* next) {
+    if (half == end_half) return;
+    code_weights<V, R>(s, scores, half, end_half, by);
+    constexpr int kN = kPacked || kVecsOf<V, R> > 1 ? kVecsOf<V, R> : 2;
+    float* out = s.split.out + first * s.pad;
+    int64_t column = 0;
+    for (; column + kN * kVecLanes <= s.pad; column += kN * kVecLanes) {
+      code_value_tile<V, R, kN>(s, block, half * kVecLanes, last, column, factor, unit, out, next);
+      next = nullptr;
+    }
+    constexpr int kRest = kPacked ? 1 : 2;
+    for (; column < s.pad; column += kRest * kVecLanes) {
+      code_value_tile<V, R, kRest>(s, block, half * kVecLanes, last, column, factor, unit, out,
+                                   next);
+      next = nullptr;
+    }
+  }
+};
+
+// All rows of the tile, in groups of V::kRows and a smaller last one; the first fetches `next`.
+template <class V, bool kPacked, int R = V::kRows>
+void block_all_rows(const AttentionTask& task, const Scratch& s, const CodeBlock<kPacked>& block,
+                    int64_t first, const NextKeys* next) {
+  const int64_t rows = task.num_rows();
+  using Group = RowGroup<V, R, kPacked>;
+  Group groups[2] = {{task, s, block, s.scores}, {task, s, block, s.scores + kMaxRows * kKeyBlock}};
+  Group *now = groups, *then = groups + 1;
+  for (int64_t row = first - R; row + R <= rows; row += R) {
+    if (row >= first) now->soften();
+    if (row + 2 * R <= rows) then->score(row + R);
+    if (row >= first) {
+      now->gather(next);
+      next = nullptr;
+    }
+    std::swap(now, then);
+  }
+  first += (rows - first) / R * R;
+  if constexpr (R > 1) {
+    if (first < rows) block_all_rows<V, kPacked, R - 1>(task, s, block, first, next);
   }
 }
 

@@ -23,7 +23,7 @@ MINISGL_INLINE int64_t padded_dim(int64_t dim) {
 // and weights as codes, scales, and for each row query and its scale, output and state of the
 // current split and of all splits so far.
 MINISGL_INLINE int64_t scratch_floats(int64_t dim, int64_t rows) {
-  return padded_dim(dim) * (3 * kKeyBlock + 3 * rows) + kKeyBlock * (kMaxRows + 2) +
+  return padded_dim(dim) * (3 * kKeyBlock + 3 * rows) + kKeyBlock * (2 * kMaxRows + 2) +
          kKeyBlock / 2 * kMaxRows + 6 * (rows + 2 * kVecLanes);
 }
 

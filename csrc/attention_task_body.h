@@ -141,8 +141,8 @@ NextKeys next_keys(const AttentionTask& task, int64_t from, int64_t end) {
 }
 
 // All rows of the tile, in groups of V::kRows and a smaller last one; the first fetches `next`.
-template <class V, class Block, int R = V::kRows>
-void block_all_rows(const AttentionTask& task, const Scratch& s, const Block& block,
+template <class V, KvKind kStored, int R = V::kRows>
+void block_all_rows(const AttentionTask& task, const Scratch& s, const KeyBlock<kStored>& block,
                     int64_t first, const NextKeys* next) {
   const int64_t rows = task.num_rows();
   for (; first + R <= rows; first += R) {
@@ -150,7 +150,7 @@ void block_all_rows(const AttentionTask& task, const Scratch& s, const Block& bl
     next = nullptr;
   }
   if constexpr (R > 1) {
-    if (first < rows) block_all_rows<V, Block, R - 1>(task, s, block, first, next);
+    if (first < rows) block_all_rows<V, kStored, R - 1>(task, s, block, first, next);
   }
 }
 
