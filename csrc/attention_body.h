@@ -14,11 +14,12 @@
 namespace minisgl {
 namespace {
 
-// Of 2^x on [-1/2, 1/2], minimax fits with the constant fixed at 1: relative error 2e-9, or 3e-6 for
+// Minimax fits of 2^x on [-1/2, 1/2], the constant fixed at 1: relative error 2e-9, and 3e-6 for
 // weights that become codes of 13 bits.
 constexpr float kPower[] = {0x1.41fbbcp-13f, 0x1.5f3e54p-10f, 0x1.3b2d4cp-7f, 0x1.c6aee8p-5f,
                             0x1.ebfbdcp-3f,  0x1.62e430p-1f,  1.0f};
-constexpr float kShortPower[] = {0x1.3a02ccp-7f, 0x1.c9fc46p-5f, 0x1.ec0378p-3f, 0x1.62e12cp-1f, 1.0f};
+constexpr float kShortPower[] = {0x1.3a02ccp-7f, 0x1.c9fc46p-5f, 0x1.ec0378p-3f, 0x1.62e12cp-1f,
+                                 1.0f};
 
 template <class V, int N>
 MINISGL_INLINE typename V::Vec polynomial(const float (&c)[N], typename V::Vec x) {
@@ -145,8 +146,8 @@ struct Ranges {
   }
 };
 
-// The largest of the scores of each of R rows, in vectors [g_begin, g_end); keys that a row does not
-// see get none. kCodes: scores want multiplying by q_scale of their row.
+// The largest score of each of R rows, in vectors [g_begin, g_end); keys that a row does not see
+// get none. kCodes: scores want multiplying by q_scale of their row.
 template <class V, bool kCodes, int R, bool kFull>
 typename V::Vec largest_scores(const Scratch& s, float* scores, int64_t first,
                                const Ranges<R>* range, int64_t g_begin, int64_t g_end) {
@@ -232,8 +233,8 @@ void block_rows(const AttentionTask& task, const Scratch& s, const KeyBlock<kSto
   alignas(64) float factor[kVecLanes];
   if (block.full) {
     score_rows<V, R>(s, block, q, dim, 0, kKeyVecs);
-    const auto largest = largest_scores<V, false, R, true>(s, s.scores, first, nullptr, 0, kKeyVecs);
-    softmax_rows<V, false, R, true>(s, s.scores, first, 0, kKeyVecs, largest, factor, nullptr);
+    const auto most = largest_scores<V, false, R, true>(s, s.scores, first, nullptr, 0, kKeyVecs);
+    softmax_rows<V, false, R, true>(s, s.scores, first, 0, kKeyVecs, most, factor, nullptr);
     value_rows<V, kStored, R>(block.values, s.scores, 0, kKeyBlock, factor, out, pad, next);
     return;
   }
@@ -248,9 +249,9 @@ void block_rows(const AttentionTask& task, const Scratch& s, const KeyBlock<kSto
   const int first_vec = static_cast<int>(range.low / kVecLanes);
   const int last_vec = static_cast<int>((range.high + kVecLanes - 1) / kVecLanes);
   score_rows<V, R>(s, block, q, dim, first_vec, last_vec);
-  const auto largest =
+  const auto most =
       largest_scores<V, false, R, false>(s, s.scores, first, &range, first_vec, last_vec);
-  softmax_rows<V, false, R, false>(s, s.scores, first, first_vec, last_vec, largest, factor, nullptr);
+  softmax_rows<V, false, R, false>(s, s.scores, first, first_vec, last_vec, most, factor, nullptr);
   // Each key in turn for each row: those before what all see, those that all see, those after.
   for (int r = 0; r < R; ++r) {
     const int64_t end = min64(shared_begin, range.end[r]);

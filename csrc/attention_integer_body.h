@@ -11,14 +11,12 @@
 #include <utility>
 
 #include "attention_body.h"
+#include "attention_query_body.h"
 
 namespace minisgl {
 namespace {
 
 constexpr float kMostWeight = 8191.0f;  // 64 keys of it, times 4095, fit into 32 bits
-constexpr int64_t kMostQuery = 8191;
-// A query, or weights of a block, below are nothing: what makes codes of them would be infinite.
-constexpr float kLeast = 1e-34f;
 
 // kPacked: values lie in scratch as pairs of keys, otherwise rows of 32 columns are read in place;
 // so are keys where V::kDirect says that this is better than to turn them for few rows.
@@ -35,66 +33,6 @@ struct CodeBlock {
 // Key j of each half of a block is the partner of key j + 16.
 MINISGL_INLINE int64_t key_of_pair(int64_t pair) {
   return pair + (pair & -kVecLanes);
-}
-
-MINISGL_INLINE int16_t* query_codes(const Scratch& s, int64_t row) {
-  return reinterpret_cast<int16_t*>(s.queries) + row * s.pad;
-}
-
-// For V::kDirect: each 16 codes of a query twice, where otherwise turned keys lie.
-MINISGL_INLINE int16_t* twice(const Scratch& s, int64_t row) {
-  return reinterpret_cast<int16_t*>(s.turned) + row * 2 * s.pad;
-}
-
-inline void repeat_queries(const Scratch& s, int64_t rows) {
-  for (int64_t row = 0; row < rows; ++row) {
-    const int16_t* from = query_codes(s, row);
-    int16_t* to = twice(s, row);
-    for (int64_t d = 0; d < s.pad; d += kVecLanes) {
-      std::memcpy(to + 2 * d, from + d, kVecLanes * sizeof(int16_t));
-      std::memcpy(to + 2 * d + kVecLanes, from + d, kVecLanes * sizeof(int16_t));
-    }
-  }
-}
-
-// R queries of x, from row `first` on, as codes in [-most, most] and their scales. A NaN or an
-// infinity gives a NaN scale.
-template <class V, int R>
-void code_queries(const Scratch& s, const float* x, int64_t first, int64_t rows, float most) {
-  const auto zero = V::zero(), least = V::broadcast(kLeast), limit = V::broadcast(most);
-  alignas(64) float factor[kVecLanes];
-  for (; first + R <= rows; first += R) {
-    typename V::Vec each[R], wrong[R];
-    for (int r = 0; r < R; ++r) {
-      each[r] = wrong[r] = zero;
-      for (int64_t d = 0; d < s.pad; d += kVecLanes) {
-        const auto value = V::load(x + (first + r) * s.pad + d);
-        each[r] = V::max(V::max(value, V::sub(zero, value)), each[r]);
-        wrong[r] = V::fma(value, zero, wrong[r]);
-      }
-    }
-    const auto largest = V::template largests<R>(each), nan = V::template sums<R>(wrong);
-    V::store(factor, V::where_less(least, largest, V::div(limit, largest), zero));
-    // Of nothing but zeros any scale will do but 0, which scores of -infinity would not survive.
-    const auto scale = V::where_less(least, largest, V::div(largest, limit), V::broadcast(1.0f));
-    V::store(s.q_scale + first, V::add(scale, nan));
-    for (int r = 0; r < R; ++r) {
-      const auto by = V::broadcast(factor[r]), round = V::broadcast(kRound);
-      const float* from = x + (first + r) * s.pad;
-      int16_t* to = query_codes(s, first + r);
-      for (int64_t d = 0; d < s.pad; d += kVecLanes) {
-        V::store_codes(to + d, V::fma(V::load(from + d), by, round));
-      }
-    }
-  }
-  if constexpr (R > 1) {
-    if (first < rows) code_queries<V, R - 1>(s, x, first, rows, most);
-  }
-}
-
-// The largest code of a query: no sum of products with keys overflows.
-inline float most_of_query(int64_t pad, KvKind kind) {
-  return static_cast<float>(min64(kMostQuery, 0x7fffffff / (pad * largest_code(kind))));
 }
 
 // A row of 16-bit codes, padded by zeros to `width`.
@@ -334,21 +272,22 @@ MINISGL_INLINE void code_value_tile(const Scratch& s, const CodeBlock<kPacked>& 
   });
 }
 
-// R rows from row `first` on, through one block, in three steps: what the next group's first step
-// waits for is there when this group's last one is done, and the other way round.
+// R rows through one block, in three steps. The end of each waits for what many instructions fold,
+// so that steps of two groups take turns.
 template <class V, int R, bool kPacked>
 struct RowGroup {
   const AttentionTask& task;
   const Scratch& s;
   const CodeBlock<kPacked>& block;
   float* scores;
-  int64_t first, half, end_half, last;
+  int64_t first, half, end_half, last;  // row; halves of the block and pairs that the rows see
   typename V::Vec largest;
   alignas(64) float factor[kVecLanes], unit[kVecLanes], by[kVecLanes];
 
-  RowGroup(const AttentionTask& t, const Scratch& scratch, const CodeBlock<kPacked>& b, float* memory)
-      : task(t), s(scratch), block(b), scores(memory) {}
+  RowGroup(const AttentionTask& t, const Scratch& scratch, const CodeBlock<kPacked>& b, int buffer)
+      : task(t), s(scratch), block(b), scores(s.scores + buffer * kMaxRows * kKeyBlock) {}
 
+  // Scores of the rows from row `row` on.
   MINISGL_INLINE void score(int64_t row) {
     const int64_t pairs = (task.shape->head_dim + 1) / 2;
     first = row;
@@ -365,8 +304,8 @@ struct RowGroup {
     half = range.low / kHalf;
     end_half = (range.high + kHalf - 1) / kHalf;
     last = (end_half - 1) * kVecLanes + min64(kVecLanes, range.high - (end_half - 1) * kHalf);
-    if (range.low >= range.high) {
-      half = end_half = last = 0;
+    if (range.low >= range.high) {  // nothing to see
+      end_half = half;
       return;
     }
     any_scores<V, R>(s, scores, block, first, pairs, range.low / kVecLanes,
@@ -374,6 +313,7 @@ struct RowGroup {
     largest = largest_scores<V, true, R, false>(s, scores, first, &range, 2 * half, 2 * end_half);
   }
 
+  // Scores become weights, and what makes codes of these is computed.
   MINISGL_INLINE void soften() {
     alignas(64) float most[kVecLanes];
     if (half == end_half) return;
@@ -386,7 +326,9 @@ struct RowGroup {
     code_factors<V>(most, by, unit);
   }
 
-  MINISGL_INLINE void gather(const NextKeys* next) {
+  // The weights become codes and gather values. In one function with the other steps a decode takes
+  // 4 % longer with AVX2.
+  __attribute__((noinline)) void gather(const NextKeys* next) {
     if (half == end_half) return;
     code_weights<V, R>(s, scores, half, end_half, by);
     constexpr int kN = kPacked || kVecsOf<V, R> > 1 ? kVecsOf<V, R> : 2;
@@ -411,7 +353,7 @@ void block_all_rows(const AttentionTask& task, const Scratch& s, const CodeBlock
                     int64_t first, const NextKeys* next) {
   const int64_t rows = task.num_rows();
   using Group = RowGroup<V, R, kPacked>;
-  Group groups[2] = {{task, s, block, s.scores}, {task, s, block, s.scores + kMaxRows * kKeyBlock}};
+  Group groups[2] = {{task, s, block, 0}, {task, s, block, 1}};
   Group *now = groups, *then = groups + 1;
   for (int64_t row = first - R; row + R <= rows; row += R) {
     if (row >= first) now->soften();

@@ -57,7 +57,7 @@ struct Scratch {
     turned = take(pad * kKeyBlock);
     keys = take(pad * kKeyBlock);
     values = take(pad * kKeyBlock);
-    scores = take(2 * kMaxRows * kKeyBlock);
+    scores = take(2 * kMaxRows * kKeyBlock);  // over codes, of two groups of rows in turns
     weights = reinterpret_cast<Pair*>(take(kMaxRows * kKeyPairs));
     q_scale = take(whole + kVecLanes);
     k_scale = take(kKeyBlock);

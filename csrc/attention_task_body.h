@@ -10,7 +10,6 @@
 namespace minisgl {
 namespace {
 
-constexpr float kLog2E = 1.44269504088896340736f;
 constexpr int64_t kRowsWorthPacking = 8;  // below, packed values would be read too few times
 
 inline void clear_rows(const RowState& state, int64_t rows, int64_t pad) {
@@ -95,32 +94,6 @@ inline void load_positions(const AttentionTask& task, const Scratch& s) {
     for (int64_t h = 0; h < task.group(); ++h) {
       s.position[row++] = static_cast<int32_t>(task.first_position + i);
     }
-  }
-}
-
-// Queries times the scale, side by side, as floats or codes.
-template <class V, KvKind kKind>
-void load_queries(const AttentionTask& task, const Scratch& s) {
-  const int64_t dim = task.shape->head_dim, group = task.group();
-  const auto scale = V::broadcast(task.shape->scale * kLog2E);
-  float* to = has_scales(kKind) ? s.total.out : s.queries;
-  constexpr int64_t kAhead = 4;  // queries; the next one is a stride away
-  for (int64_t i = 0, row = 0; i < task.num_queries; ++i) {
-    if (i + kAhead < task.num_queries) {
-      prefetch_bytes(task.q + (i + kAhead) * task.q_stride,
-                     group * dim * static_cast<int64_t>(sizeof(float)));
-    }
-    for (int64_t h = 0; h < group; ++h, ++row) {
-      float* out = to + row * s.pad;
-      widen_row<V, KvKind::kFloat32>(task.q + i * task.q_stride + h * dim, dim, out);
-      for (int64_t d = 0; d < dim; d += kVecLanes) {
-        V::store(out + d, V::mul(V::load(out + d), scale));
-      }
-    }
-  }
-  if constexpr (has_scales(kKind)) {
-    const float most = most_of_query(s.pad, kKind);
-    code_queries<V, V::kRows>(s, to, 0, task.num_rows(), most);
   }
 }
 
