@@ -26,7 +26,8 @@ constexpr int64_t kMinTileQueries = 32;
 constexpr int64_t kTasksPerThread = 8;
 constexpr int64_t kLoadCost = 6;       // reading a key and a value, in rows computed with them
 constexpr int64_t kMinTaskCost = 2048;  // key-rows: a few microseconds
-constexpr int64_t kTokensPerStore = 16;
+constexpr int64_t kMaxTokensPerStore = 16;
+constexpr int64_t kMinTokensPerStore = 4;
 
 int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -181,6 +182,18 @@ int64_t take_slot(std::vector<uint8_t>& taken) {
   }
 }
 
+// Calls body(first, count) until all tokens of a store had their turn, in tasks that come out even
+// over the threads.
+template <class Body>
+void share_tokens(int64_t tokens, const Body& body) {
+  const int64_t rounds = div_up(tokens, kMaxTokensPerStore * num_threads());
+  const int64_t chunks = min64(rounds * num_threads(), max64(1, tokens / kMinTokensPerStore));
+  parallel_for(chunks, [&](int64_t chunk) {
+    const int64_t first = tokens * chunk / chunks;
+    body(first, tokens * (chunk + 1) / chunks - first);
+  });
+}
+
 }  // namespace
 
 void paged_attention(const AttentionBatch& batch, const AttentionShape& shape, const KVView& kv,
@@ -258,19 +271,17 @@ void paged_attention(const AttentionBatch& batch, const AttentionShape& shape, c
 void store_kv(const AttentionShape& shape, const KVStore& kv, const float* k, int64_t k_stride,
               const float* v, int64_t v_stride, const int32_t* out_loc, int64_t tokens) {
   const auto store = kernels().store[static_cast<int>(kv.kind)];
-  parallel_for(div_up(tokens, kTokensPerStore), [&](int64_t chunk) {
-    const int64_t first = chunk * kTokensPerStore;
+  share_tokens(tokens, [&](int64_t first, int64_t count) {
     store(shape, kv, k + first * k_stride, k_stride, v + first * v_stride, v_stride,
-          out_loc + first, min64(kTokensPerStore, tokens - first));
+          out_loc + first, count);
   });
 }
 
 void rope_and_store(const AttentionShape& shape, const KVStore& kv, const RopeStore& work) {
   const auto rope = kernels().rope[static_cast<int>(kv.kind)];
-  parallel_for(div_up(work.tokens, kTokensPerStore), [&](int64_t chunk) {
-    const int64_t first = chunk * kTokensPerStore;
+  share_tokens(work.tokens, [&](int64_t first, int64_t count) {
     RopeStore part = work;
-    part.tokens = min64(kTokensPerStore, work.tokens - first);
+    part.tokens = count;
     part.qkv += first * work.stride;
     part.out_loc += first;
     if (work.positions != nullptr) {
