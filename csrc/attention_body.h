@@ -21,10 +21,11 @@ constexpr float kPower[] = {0x1.41fbbcp-13f, 0x1.5f3e54p-10f, 0x1.3b2d4cp-7f, 0x
 constexpr float kShortPower[] = {0x1.3a02ccp-7f, 0x1.c9fc46p-5f, 0x1.ec0378p-3f, 0x1.62e12cp-1f,
                                  1.0f};
 
+// `times` a polynomial, exactly so where it is a power of two.
 template <class V, int N>
-MINISGL_INLINE typename V::Vec polynomial(const float (&c)[N], typename V::Vec x) {
-  auto p = V::broadcast(c[0]);
-  for (int i = 1; i < N; ++i) p = V::fma(p, x, V::broadcast(c[i]));
+MINISGL_INLINE typename V::Vec polynomial(const float (&c)[N], typename V::Vec x, float times) {
+  auto p = V::broadcast(times * c[0]);
+  for (int i = 1; i < N; ++i) p = V::fma(p, x, V::broadcast(times * c[i]));
   return p;
 }
 
@@ -34,11 +35,12 @@ MINISGL_INLINE typename V::Vec exp2_vec(typename V::Vec x, const float (&power)[
   const auto least = V::broadcast(-126.0f);
   if constexpr (V::kScales) {
     const auto r = V::fraction(x);
-    return V::scale_from(x, least, polynomial<V>(power, r), V::sub(x, r));
+    return V::scale_from(x, least, polynomial<V>(power, r, 1.0f), V::sub(x, r));
   } else {
-    // 1.5 * 2^23 + 127: the low bits hold the integer and the bias of an exponent.
-    const auto magic = V::broadcast(12583039.0f), shifted = V::add(x, magic);
-    const auto p = polynomial<V>(power, V::sub(x, V::sub(shifted, magic)));
+    // 1.5 * 2^23 + 128: the low bits hold the integer and the bias of an exponent, plus 1. An even
+    // number, so that halves go to the even integer, as above.
+    const auto magic = V::broadcast(12583040.0f), shifted = V::add(x, magic);
+    const auto p = polynomial<V>(power, V::sub(x, V::sub(shifted, magic)), 0.5f);
     return V::where_less(x, least, V::zero(), V::mul(p, V::power_of_two(shifted)));
   }
 }

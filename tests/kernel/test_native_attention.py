@@ -3,6 +3,7 @@ torch twins, and equal to the bit whatever surrounds a query."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -309,6 +310,32 @@ def test_extreme_scores_stay_finite_and_right(isa: str) -> None:
     got = na.attention(q, paged.kv, paged.batch([0], [130], [130]))
     # One rounding of a score of thousands moves a weight by about 1e-3.
     assert (got - paged.expected(0, q, 130, None)).abs().max().item() < 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_powers_of_two_are_the_same_bits_on_every_instruction_set(dtype: torch.dtype) -> None:
+    """A score below the largest by a half, where rounding may go either way; or by so much that
+    2 ** score is too small for a float, which counts as nothing even where the value is huge."""
+    before, huge = native.isa(), 6e4 if dtype is torch.float16 else 1e38
+    halves = [-whole - 0.5 for whole in range(8)]
+    far = [-126.5, -127.0, -140.0, -149.5, -160.0]
+    outs: dict[str, list[float]] = {}
+    for below in [*halves, *far]:
+        k, v, q = torch.zeros(2, 1, 16), torch.zeros(2, 1, 16), torch.zeros(1, 1, 16)
+        k[1, 0, 0], v[1], q[0, 0, 0] = below, huge if below in far else 1.0, 1.0
+        scales = (torch.zeros(2, 1), torch.zeros(2, 1)) if dtype in MOST_CODE else ()
+        pool = (torch.zeros(2, 1, 1, 16, dtype=dtype), torch.zeros(2, 1, 1, 16, dtype=dtype))
+        kv = na.KVTensors(*pool, *scales)
+        na.store_kv(kv, torch.arange(2), k, v)
+        batch = na.snapshot(torch.arange(2, dtype=torch.int32).view(1, 2), [0], [1], [2], 2)
+        for name in native.available_isas():
+            native.set_isa(name)
+            got = na.attention(q, kv, batch, scale=math.log(2))
+            outs.setdefault(name, []).append(got[0, 0, 0].item())
+    native.set_isa(before)
+    assert all(out == outs["portable"] for out in outs.values()), outs
+    wanted = [2**below / (1 + 2**below) for below in halves] + [0.0] * len(far)
+    assert outs["portable"] == pytest.approx(wanted, abs=2e-4)
 
 
 @pytest.mark.parametrize("dtype", MOST_CODE)
