@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from minisgl.models import ModelConfig
     from minisgl.models.sources import SourceTensor
+    from minisgl.models.weights import Slot
     from minisgl.utils.model_files import ResolvedModel
 
 Rows = list[tuple[str, ...]]
 
 LEAST_TOKENS = 1024  # of K and V, that a model may be said to fit
 
-_PACKED_BYTES = {"q8": 34 / 32, "q4": 20 / 32}  # per weight
 _COMMON_VARIABLES = {"messages", "add_generation_prompt", "bos_token", "eos_token"}
 
 
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     model = resolve_model(args.model, args.revision)
     source = open_source(model.path)
     config, tensors = source.config(), source.tensors()
-    fault = _load_fault(config, model.path)
-    if config.tie_word_embeddings:
+    slots, fault = _slots(config, model.path)
+    if config.tie_word_embeddings and "model.embed_tokens.weight" in tensors:
         tensors.pop("lm_head.weight", None)
     weights = list(tensors.values())
     _print("Model", [*_model(model, weights), *_architecture(config)])
@@ -52,22 +52,24 @@ def run(args: argparse.Namespace) -> int:
     _print("Tokenizer", tokenizer)
     _print("K and V", _kv_cache(config))
     _print("Here", _machine())
-    _print("", _fits(config, weights) if fault is None else [(f"cannot be loaded: {fault}",)])
+    _print("", _fits(config, slots) if fault is None else [(f"cannot be loaded: {fault}",)])
     return int(fault is not None or not is_usable)
 
 
-def _load_fault(config: ModelConfig, path: Path) -> str | None:
-    """Why the model cannot be loaded, as far as the names and shapes of its tensors tell."""
+def _slots(config: ModelConfig, path: Path) -> tuple[list[Slot], str | None]:
+    """What the model's weights are made of, or why it cannot be loaded.
+
+    As far as the names and shapes of its tensors tell.
+    """
     import torch
 
     from minisgl.models import check_weights, create_model
 
     try:
         with torch.device("meta"):
-            check_weights(create_model(config), path)
+            return check_weights(create_model(config), path), None
     except ModelLoadError as error:
-        return str(error)
-    return None
+        return [], str(error)
 
 
 def _print(title: str, rows: Rows) -> None:
@@ -275,38 +277,34 @@ def _machine() -> Rows:
     return rows
 
 
-def _choices(
-    config: ModelConfig, weights: list[SourceTensor]
-) -> Iterator[tuple[str, float, torch.dtype]]:
+def _choices(config: ModelConfig, slots: list[Slot]) -> Iterator[tuple[str, int, torch.dtype]]:
     """(flags, bytes of the weights, type of K and V) of the ways to run it on a CPU."""
     import torch
 
     from minisgl.kernel import native
-    from minisgl.models.packing import can_pack
+    from minisgl.models.packing import loaded_bytes
     from minisgl.utils import AUTO_KV_DTYPE, resolve_dtype
 
-    numbers = sum(map(_count, weights))
-    is_packed = native.available() and any(map(can_pack, weights))
+    def size(dtype: torch.dtype, quant: str) -> int:
+        return sum(loaded_bytes(slot, dtype, quant) for slot in slots)
+
+    is_packed = False
     if native.available():
         dtype = resolve_dtype(config.dtype)
-        sizes = [w.nbytes if can_pack(w) else _count(w) * dtype.itemsize for w in weights]
-        yield "as it is", sum(sizes), AUTO_KV_DTYPE
-        yield "--kv-dtype int8", sum(sizes), torch.int8
-    if native.available() and not is_packed:
-        for quant, per_weight in _PACKED_BYTES.items():
-            vocabulary = sum(
-                _count(w) for w in weights if w.name.startswith(("lm_head", "model.embed"))
-            )
-            inner = (numbers - vocabulary) * per_weight
-            yield f"--quant {quant}", inner + vocabulary * _PACKED_BYTES["q8"], AUTO_KV_DTYPE
+        stored = size(dtype, "stored")
+        is_packed = stored != size(dtype, "none")
+        yield "as it is", stored, AUTO_KV_DTYPE
+        yield "--kv-dtype int8", stored, torch.int8
+        for quant in () if is_packed else ("q8", "q4"):
+            yield f"--quant {quant}", size(dtype, quant), AUTO_KV_DTYPE
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         flags = f"--dtype {_name(dtype)}"
         if is_packed and dtype is not torch.float32:
             flags += " --quant none"
-        yield flags, numbers * dtype.itemsize, dtype
+        yield flags, size(dtype, "none"), dtype
 
 
-def _fits(config: ModelConfig, weights: list[SourceTensor]) -> Rows:
+def _fits(config: ModelConfig, slots: list[Slot]) -> Rows:
     import torch
 
     from minisgl.engine import human
@@ -314,11 +312,11 @@ def _fits(config: ModelConfig, weights: list[SourceTensor]) -> Rows:
 
     free = free_memory(torch.device("cpu"))
     rows: Rows = [("", "weights", "tokens of K and V", "whole contexts")]
-    for flags, size, kv_dtype in _choices(config, weights):
+    for flags, size, kv_dtype in _choices(config, slots):
         tokens = int(free - size) // _kv_bytes(config, kv_dtype)
         room: tuple[str, ...] = ("does not fit",)
         if tokens >= min(config.max_position, LEAST_TOKENS):
             contexts = tokens / config.max_position
             room = (_short(tokens), f"{contexts:,.1f}" if contexts < 100 else f"{contexts:,.0f}")
-        rows.append((flags, human(int(size)), *room))
+        rows.append((flags, human(size), *room))
     return rows

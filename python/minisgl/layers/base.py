@@ -1,8 +1,8 @@
 """What every layer is: an object whose public tensors are its weights, named by their path.
 
 Attributes that start with an underscore are no weights. A weight is a `torch.Tensor`, or a `Weight`
-that multiplies in its own format; a layer reads its attribute at each call, so replacing it takes
-effect at once.
+that multiplies in its own format, or one for each expert; a layer reads its attribute at each call,
+so replacing it takes effect at once.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from minisgl.kernel.program import CannotRecord
-from minisgl.quant import FloatWeight, StackedWeight, Weight, as_weight
+from minisgl.quant import ExpertWeights, FloatWeight, Matrix, StackedWeight, Weight, as_weight
 from minisgl.quant.packed import PackedWeight
 
-Parameter = torch.Tensor | Weight
+Parameter = torch.Tensor | Weight | ExpertWeights
 T = TypeVar("T", bound="BaseOP")
 
 
-def native_parts(weight: Parameter) -> list[Any]:
+def native_parts(weight: Matrix) -> list[Any]:
     """The tensors and native packed matrices that a recorded product reads, from top to bottom."""
     weight = as_weight(weight)
     if isinstance(weight, StackedWeight):
@@ -45,7 +45,7 @@ class BaseOP(ABC):
         for name, value in vars(self).items():
             if name.startswith("_"):
                 continue
-            if isinstance(value, (torch.Tensor, Weight)):
+            if isinstance(value, Parameter):
                 yield prefix + name, self, name
             elif isinstance(value, BaseOP):
                 yield from value.slots(f"{prefix}{name}.")

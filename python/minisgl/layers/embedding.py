@@ -13,10 +13,10 @@ import torch
 from minisgl.core import get_global_ctx
 from minisgl.distributed import DistributedCommunicator, current_tp_info
 from minisgl.kernel.program import CannotRecord
-from minisgl.quant import as_weight
+from minisgl.quant import Matrix, as_weight
 from minisgl.utils import div_ceil
 
-from .base import BaseOP, Parameter, native_parts
+from .base import BaseOP, native_parts
 
 if TYPE_CHECKING:
     from minisgl.kernel.program import Buffer, Recorder
@@ -42,7 +42,7 @@ class VocabParallelEmbedding(BaseOP):
         self._tp_size = tp_info.size
         self._start, length = vocab_range(num_embeddings, tp_info.rank, tp_info.size)
         self._comm = DistributedCommunicator()
-        self.weight: Parameter = torch.empty(length, embedding_dim)
+        self.weight: Matrix = torch.empty(length, embedding_dim)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """(tokens,) to (tokens, embedding_dim)."""
@@ -83,7 +83,7 @@ class ParallelLMHead(BaseOP):
         self._comm = DistributedCommunicator()
         _, length = vocab_range(num_embeddings, tp_info.rank, tp_info.size)
         if tied_embedding is None:
-            self.weight: Parameter = torch.empty(length, embedding_dim)
+            self.weight: Matrix = torch.empty(length, embedding_dim)
         self.bias = torch.empty(length) if has_bias else None
 
     def ignored_keys(self, prefix: str = "") -> set[str]:

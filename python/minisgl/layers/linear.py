@@ -13,10 +13,10 @@ import torch
 
 from minisgl.distributed import DistributedCommunicator, current_tp_info
 from minisgl.kernel.program import CannotRecord
-from minisgl.quant import as_weight
+from minisgl.quant import Matrix, as_weight
 from minisgl.utils import div_even
 
-from .base import BaseOP, Parameter, native_parts
+from .base import BaseOP, native_parts
 
 if TYPE_CHECKING:
     from minisgl.kernel.program import Buffer, Recorder
@@ -26,7 +26,7 @@ class Linear(BaseOP):
     """`x @ weight^T + bias` on this rank's part of the weight."""
 
     def __init__(self, in_features: int, out_features: int, has_bias: bool = False) -> None:
-        self.weight: Parameter = torch.empty(out_features, in_features)
+        self.weight: Matrix = torch.empty(out_features, in_features)
         self.bias = torch.empty(out_features) if has_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from minisgl.core import get_global_ctx
 from minisgl.distributed import DistributedCommunicator, current_tp_info
+from minisgl.quant import Experts
 from minisgl.utils import div_even
 
 from .base import BaseOP
@@ -27,8 +28,8 @@ class MoELayer(BaseOP):
         self._renormalize = renormalize
         self._comm = DistributedCommunicator()
         local = div_even(intermediate_size, self._tp_size)
-        self.gate_up_proj = torch.empty(num_experts, 2 * local, hidden_size)
-        self.down_proj = torch.empty(num_experts, hidden_size, local)
+        self.gate_up_proj: Experts = torch.empty(num_experts, 2 * local, hidden_size)
+        self.down_proj: Experts = torch.empty(num_experts, hidden_size, local)
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         """(tokens, hidden) and (tokens, experts) to (tokens, hidden)."""

@@ -52,6 +52,10 @@ class SourceTensor(ABC):
         out.copy_(self.tensor())
 
     @abstractmethod
+    def split(self) -> list[SourceTensor]:
+        """Its slices along the first dimension, where they lie: the experts of a stack."""
+
+    @abstractmethod
     def release(self) -> None:
         """Give the pages of the mapped file that were read for it back to the system."""
 
@@ -77,6 +81,10 @@ class FloatTensor(SourceTensor):
     def tensor(self) -> torch.Tensor:
         """The view."""
         return self.view
+
+    def split(self) -> list[SourceTensor]:
+        """Views of the view."""
+        return [FloatTensor(f"{self.name}.{i}", v, self.file) for i, v in enumerate(self.view)]
 
     def release(self) -> None:
         """With all else of its file that was read."""
@@ -120,6 +128,15 @@ class BlockTensor(SourceTensor):
             dequantize_into(self.rows(), self.type_name, out)
         else:
             out.copy_(self.tensor())
+
+    def split(self) -> list[SourceTensor]:
+        """Views of the blocks."""
+        kind, shape = self.type_name, self.shape[1:]
+        pieces = self.data.view(self.shape[0], -1)
+        return [
+            BlockTensor(f"{self.name}.{i}", shape, kind, piece, file=self.file)
+            for i, piece in enumerate(pieces)
+        ]
 
     def release(self) -> None:
         """Give its pages of the mapped file back to the system."""
@@ -340,20 +357,13 @@ class GGUFSource(WeightSource):
         data = torch.from_numpy(stored.data)
         return BlockTensor(name, tuple(stored.shape), stored.type_name, data, num_heads, self.file)
 
-    def _experts(self, prefix: str, part: str, stored: GGUFTensor) -> list[BlockTensor]:
+    def _experts(self, prefix: str, part: str, stored: GGUFTensor) -> list[SourceTensor]:
         if len(stored.shape) != 3:
             raise ModelLoadError(f"{self.path}: {stored.name} is not 3-D but {stored.shape}")
-        pieces = torch.from_numpy(stored.data).view(stored.shape[0], -1)
-        return [
-            BlockTensor(
-                f"{prefix}.{expert}.{_GGUF_EXPERTS[part]}.weight",
-                tuple(stored.shape[1:]),
-                stored.type_name,
-                piece,
-                file=self.file,
-            )
-            for expert, piece in enumerate(pieces)
-        ]
+        experts = self._block(stored.name, stored).split()
+        for index, expert in enumerate(experts):
+            expert.name = f"{prefix}.{index}.{_GGUF_EXPERTS[part]}.weight"
+        return experts
 
 
 _last_opened: list[tuple[tuple[str, int, int], WeightSource]] = []

@@ -17,7 +17,7 @@ import torch
 
 from minisgl.distributed import DistributedInfo, current_tp_info
 from minisgl.layers import Parameter, vocab_range
-from minisgl.quant import Weight
+from minisgl.quant import ExpertWeights, Weight
 from minisgl.utils.errors import ModelLoadError
 
 from .blocks import CausalLM
@@ -46,7 +46,10 @@ _USELESS = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 
 @dataclass(slots=True)
 class Slot:
-    """One weight of the model and the stored tensors it is made of, by (expert, place) in order."""
+    """One weight of the model and the stored tensors it is made of, by (expert, place) in order.
+
+    is_stacked: experts that are stored one by one. A tensor of 3 dimensions has them all.
+    """
 
     name: str
     parts: dict[tuple[int, int], SourceTensor] = field(default_factory=dict)
@@ -66,6 +69,19 @@ class Slot:
     def ordered(self) -> list[SourceTensor]:
         """The parts from top to bottom."""
         return [self.parts[key] for key in sorted(self.parts)]
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether the weight is a stack of matrices, however it is stored."""
+        return self.is_stacked or len(self.ordered[0].shape) == 3
+
+    @property
+    def matrices(self) -> list[list[SourceTensor]]:
+        """The parts of each matrix that the weight consists of: one, or one for each expert."""
+        parts = self.ordered
+        if self.is_experts and not self.is_stacked:
+            return [[expert] for expert in parts[0].split()]
+        return [parts[i : i + self.num_places] for i in range(0, len(parts), self.num_places)]
 
 
 def plan_slots(tensors: dict[str, SourceTensor]) -> dict[str, Slot]:
@@ -164,16 +180,21 @@ def load_model_weights(
     """Give `model` (made on any device, also meta) the weights at `path`, stored as `dtype`.
 
     progress: called with (bytes done, bytes in all) of the file. pack: may turn the parts of a
-    matrix into a packed `Weight`; where it returns None the matrix becomes floats.
+    matrix into a packed `Weight`; where it returns None the matrix becomes floats. It is asked for
+    each expert, and if it refuses one, all experts of that layer become floats.
     """
     with _mismatch_told(path):
         _load(model, open_source(path).tensors(), torch.device(device), dtype, progress, pack)
 
 
-def check_weights(model: CausalLM, path: str | os.PathLike[str]) -> None:
-    """`ModelLoadError` if `load_model_weights` would refuse the names or shapes at `path`."""
+def check_weights(model: CausalLM, path: str | os.PathLike[str]) -> list[Slot]:
+    """What each weight of `model` is made of at `path`.
+
+    `ModelLoadError` if `load_model_weights` would refuse the names or shapes.
+    """
     with _mismatch_told(path):
-        checked_slots(model, open_source(path).tensors())
+        slots = checked_slots(model, open_source(path).tensors())
+        return [slots[name] for name, _, _ in model.slots()]
 
 
 @contextmanager
@@ -206,8 +227,8 @@ def _load(
         owner, attribute = owners[name]
         shape = tuple(getattr(owner, attribute).shape)
         weight: Parameter | None = None
-        if pack is not None and len(shape) == 2 and tp_info.size == 1:
-            weight = pack(name, slot.ordered)
+        if pack is not None and len(shape) > 1 and tp_info.size == 1:
+            weight = _packed(slot, pack)
         if weight is None:
             is_cheap = len(shape) == 1 and device.type == "cpu"  # norms and biases
             stored_as = torch.float32 if is_cheap else dtype
@@ -219,6 +240,19 @@ def _load(
         if progress is not None:
             progress(done, total)
     close_sources()
+
+
+def _packed(slot: Slot, pack: Pack) -> Weight | ExpertWeights | None:
+    """The weight packed, matrix by matrix; None if one of them cannot be."""
+    weights: list[Weight] = []
+    for parts in slot.matrices:
+        weight = pack(slot.name, parts)
+        if weight is None:
+            return None
+        weights.append(weight)
+        for part in parts:
+            part.release()
+    return ExpertWeights(weights) if slot.is_experts else weights[0]
 
 
 def checked_slots(model: CausalLM, tensors: dict[str, SourceTensor]) -> dict[str, Slot]:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from minisgl.quant import Experts
+
 
 class BaseMoeBackend(ABC):
     """Runs the experts that each token is routed to."""
@@ -14,8 +16,8 @@ class BaseMoeBackend(ABC):
     def forward(
         self,
         x: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
+        w1: Experts,
+        w2: Experts,
         gating: torch.Tensor,
         topk: int,
         renormalize: bool,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from minisgl.kernel.torch_ops import gate_and_mul
+from minisgl.quant import Experts
 from minisgl.utils import div_ceil
 
 from .base import BaseMoeBackend, route
@@ -72,8 +73,8 @@ class FusedMoeBackend(BaseMoeBackend):
     def forward(
         self,
         x: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
+        w1: Experts,
+        w2: Experts,
         gating: torch.Tensor,
         topk: int,
         renormalize: bool,
@@ -81,6 +82,7 @@ class FusedMoeBackend(BaseMoeBackend):
         """As `BaseMoeBackend.forward`; a token's experts are summed in the order of weight."""
         if x.device.type != "cuda":
             return self._elsewhere.forward(x, w1, w2, gating, topk, renormalize)
+        assert isinstance(w1, torch.Tensor) and isinstance(w2, torch.Tensor)  # packed on a CPU only
         weights, ids = route(gating, topk, renormalize)
         block_m = 16 if len(x) * topk <= 16 * w1.shape[0] else 64
         hidden = gate_and_mul(grouped_matmul(x.contiguous(), w1.contiguous(), ids, topk, block_m))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from minisgl.kernel.torch_ops import gate_and_mul
-from minisgl.quant import as_weight
+from minisgl.quant import Experts, as_weight
 
 from .base import BaseMoeBackend, route
 
@@ -19,8 +19,8 @@ class TorchMoeBackend(BaseMoeBackend):
     def forward(
         self,
         x: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
+        w1: Experts,
+        w2: Experts,
         gating: torch.Tensor,
         topk: int,
         renormalize: bool,

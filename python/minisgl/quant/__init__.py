@@ -5,6 +5,22 @@ May import `kernel` and `utils`.
 
 from __future__ import annotations
 
-from .weight import FloatWeight, StackedWeight, Weight, as_weight
+from .weight import (
+    Experts,
+    ExpertWeights,
+    FloatWeight,
+    Matrix,
+    StackedWeight,
+    Weight,
+    as_weight,
+)
 
-__all__ = ["FloatWeight", "StackedWeight", "Weight", "as_weight"]
+__all__ = [
+    "ExpertWeights",
+    "Experts",
+    "FloatWeight",
+    "Matrix",
+    "StackedWeight",
+    "Weight",
+    "as_weight",
+]

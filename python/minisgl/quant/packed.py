@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from minisgl.kernel import native
+from minisgl.utils import align_ceil, div_ceil
 
 from .weight import Weight
 
@@ -32,6 +33,15 @@ GGUF_FORMATS = {
     14: "q6",  # Q6_K
 }
 FLOAT_FORMATS = {4: "q4m", 8: "q8"}
+_GROUP_BYTES = {"q4": 18, "q4m": 20, "q5": 22, "q5m": 24, "q6": 28, "q8": 34}  # of a row
+_UNIT_BYTES = {"q4": 4, "q4m": 4}  # of a row
+
+
+def packed_bytes(packed_format: str, shape: tuple[int, int]) -> int:
+    """`nbytes` of a matrix of `shape` (out, in) in a format; the layout is in docs/kernels.md."""
+    num_rows, num_groups = align_ceil(shape[0], 16), div_ceil(shape[1], 32)
+    row_bytes = num_groups * _GROUP_BYTES[packed_format] + _UNIT_BYTES.get(packed_format, 0)
+    return num_rows * row_bytes
 
 
 class QuantizedActivations:

@@ -145,6 +145,37 @@ class StackedWeight(Weight):
         return found
 
 
-def as_weight(matrix: torch.Tensor | Weight) -> Weight:
+class ExpertWeights:
+    """The matrices of a mixture of experts, a `Weight` for each; no matrix itself."""
+
+    def __init__(self, experts: Sequence[Weight]) -> None:
+        """`ValueError` if there are none or their shapes differ."""
+        shapes = {expert.shape for expert in experts}
+        if len(shapes) != 1:
+            raise ValueError(f"experts must all have one shape, not {sorted(shapes)}")
+        self.experts = tuple(experts)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(num_experts, out_features, in_features)."""
+        return (len(self.experts), *self.experts[0].shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts."""
+        return sum(expert.nbytes for expert in self.experts)
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    def __getitem__(self, expert: int) -> Weight:
+        return self.experts[expert]
+
+
+Matrix = torch.Tensor | Weight  # of 2 dimensions
+Experts = torch.Tensor | ExpertWeights  # of 3 dimensions, experts first
+
+
+def as_weight(matrix: Matrix) -> Weight:
     """`matrix` itself if it can multiply, else the float weight around the tensor."""
     return matrix if isinstance(matrix, Weight) else FloatWeight(matrix)
