@@ -5,12 +5,21 @@ Names come from the gguf package's own map, so that ours is compared and not rep
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import tokenizers
 import torch
+
+from tests.models.k_quants import quantize
+
+BYTE_VOCABULARY = 258  # tokens; a model with so many comes with them
+
+Kind = gguf.GGMLQuantizationType | None
+KindOf = Callable[[str], Kind]
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -23,15 +32,18 @@ ARCHITECTURES = {
 }
 
 
-def write_as_gguf(
-    model: Any, path: Path, kind: gguf.GGMLQuantizationType | None = None, parts: int = 1
-) -> Path:
-    """Write `model`, matrices in the type `kind` (float32 if None); the path of the first part."""
+def write_as_gguf(model: Any, path: Path, kind: Kind | KindOf = None, parts: int = 1) -> Path:
+    """Write `model`, matrices in the type `kind` (float32 if None); the path of the first part.
+
+    kind: may also be a function of the tensor's GGUF name. A router stays float32.
+    """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
     size = {"split_max_tensors": -(-len(model.state_dict()) // parts)} if parts > 1 else {}
     writer = gguf.GGUFWriter(path, arch, **size)
     _write_metadata(writer, config, arch)
+    if config.vocab_size == BYTE_VOCABULARY:
+        _add_byte_vocabulary(writer)
     arch_id = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(arch_id, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
@@ -63,13 +75,23 @@ def write_as_gguf(
     return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05}.gguf")
 
 
-def _add(
-    writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: gguf.GGMLQuantizationType | None
-) -> None:
-    if kind is None or array.ndim == 1:
+def _add_byte_vocabulary(writer: gguf.GGUFWriter) -> None:
+    """A token for each byte, one merge (a file must have some), and the end of a text."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*letters, "ĠĠ", "<eos>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_eos_token_id(257)
+
+
+def _add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Kind | KindOf) -> None:
+    if callable(kind):
+        kind = kind(name)
+    if kind is None or array.ndim == 1 or "ffn_gate_inp" in name:
         writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
     else:
-        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        writer.add_tensor(name, quantize(array, kind), raw_dtype=kind)
 
 
 def _interleave(array: np.ndarray, heads: int) -> np.ndarray:
