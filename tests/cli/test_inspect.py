@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 
 from minisgl.cli import main
+from minisgl.engine import human
+from minisgl.kernel import native
+from minisgl.llm import LLM
 
-from tests.llm.tiny import write_model
+from tests.llm.tiny import write_model, write_tokenizer
+from tests.models.as_gguf import BYTE_VOCABULARY, write_as_gguf
+from tests.models.test_against_transformers import MOE, make_reference
 
 
 def page(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
@@ -41,7 +47,7 @@ def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "float16 256 B per token 65.5 kB for the whole context",
         "int16 288 B per token 73.7 kB for the whole context",
         "int8 160 B per token 41.0 kB for the whole context",
-        f"--dtype bfloat16 {num_weights * 2 / 1000:.1f} kB",
+        f"--dtype bfloat16 {(num_weights + 5 * 64) * 2 / 1000:.1f} kB",  # norms stay float32
     ):
         assert fact in found, fact
 
@@ -59,6 +65,27 @@ def test_the_page_of_the_default_model(
         "float32 46.1 kB per token",
     ):
         assert fact in found, fact
+
+
+@pytest.mark.skipif(not native.available(), reason="built without native kernels")
+@pytest.mark.parametrize("is_gguf", [True, False], ids=["gguf", "folder"])
+def test_a_mixture_of_experts_takes_what_the_page_says(
+    is_gguf: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {**MOE, "moe_intermediate_size": 64, "vocab_size": BYTE_VOCABULARY}
+    reference = make_reference("qwen3_moe", {**changes, "hidden_size": 64}, tmp_path / "moe")
+    path = tmp_path / "moe"
+    ways = {"--quant q8": {"quant": "q8"}, "--quant q4": {"quant": "q4"}}
+    write_tokenizer(path)
+    if is_gguf:
+        path = write_as_gguf(reference, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0)
+        ways = {"--dtype bfloat16 --quant none": {"dtype": "bfloat16", "quant": "none"}}
+    found = page(capsys, str(path))
+    for flags, fields in {"as it is": {}, "--dtype float32": {"dtype": "float32"}, **ways}.items():
+        llm = LLM(str(path), num_page_override=64, **{"dtype": "auto", **fields})
+        size = human(llm.engine.memory_report.weight_bytes)
+        llm.shutdown()
+        assert f"{flags} {size} " in found, (flags, size)
 
 
 def test_a_model_without_a_tokenizer_or_with_a_broken_template_has_a_page(

@@ -25,6 +25,7 @@ from minisgl.quant.packed import (
     PackedWeight,
     QuantizedActivations,
     matmul_many,
+    packed_bytes,
     quantize_activations,
 )
 
@@ -98,6 +99,16 @@ def test_packed_weights_take_at_most_a_fifth_more_than_the_file(kind: Type) -> N
     weight = PackedWeight.from_gguf(raw, int(kind), (64, 512))
     assert weight.format == GGUF_FORMATS[int(kind)]
     assert weight.nbytes <= 1.2 * raw.nbytes
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_what_a_packed_weight_takes_is_known_beforehand(kind: Type) -> None:
+    for rows, columns in ((64, 512), (1, 256), (33, 768)):
+        weight = pack(kind, rows, columns, seed=0)
+        assert weight.nbytes == packed_bytes(weight.format, (rows, columns))
+    for bits in (4, 8):
+        weight = PackedWeight.from_float(torch.zeros(17, 33), bits)
+        assert weight.nbytes == packed_bytes(weight.format, (17, 33))
 
 
 @pytest.mark.parametrize("isa", ISAS)

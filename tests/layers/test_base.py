@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.layers import BaseOP, LinearReplicated, OPList, RMSNorm
-from minisgl.quant import FloatWeight
+from minisgl.layers import BaseOP, LinearReplicated, MoELayer, OPList, RMSNorm
+from minisgl.quant import ExpertWeights, FloatWeight
 
 
 class Block(BaseOP):
@@ -80,3 +80,13 @@ def test_writing_into_a_weight_takes_effect_at_once() -> None:
     layer.weight = torch.zeros(3, 4)
     layer.weight[0, 0] = 2.0
     assert layer.forward(torch.ones(1, 4)).tolist() == [[2.0, 0.0, 0.0]]
+
+
+def test_experts_with_weights_of_their_own_are_one_weight() -> None:
+    layer = MoELayer(2, 1, 4, 3, renormalize=True)
+    experts = ExpertWeights([FloatWeight(torch.randn(6, 4)) for _ in range(2)])
+    layer.load_state_dict({"gate_up_proj": experts, "down_proj": torch.randn(2, 4, 3)})
+    assert layer.state_dict()["gate_up_proj"] is experts
+    with pytest.raises(RuntimeError, match=r"gate_up_proj has the shape \(1, 6, 4\)"):
+        fewer = ExpertWeights(experts.experts[:1])
+        layer.load_state_dict({"gate_up_proj": fewer, "down_proj": torch.randn(2, 4, 3)})

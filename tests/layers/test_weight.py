@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.quant import FloatWeight, StackedWeight
+from minisgl.quant import ExpertWeights, FloatWeight, StackedWeight
 from minisgl.quant import weight as weight_module
 
 
@@ -41,3 +41,14 @@ def test_a_stack_of_formats_multiplies_as_one_matrix() -> None:
     assert stacked.shape == (8, 8) and stacked.nbytes == 3 * 8 * 4 + 5 * 8 * 2
     x = torch.randn(2, 8)
     assert torch.equal(stacked.matmul(x), torch.cat([p.matmul(x) for p in parts], dim=1))
+
+
+def test_experts_are_matrices_of_one_shape() -> None:
+    experts = [FloatWeight(torch.randn(3, 8)), FloatWeight(torch.randn(3, 8).bfloat16())]
+    weights = ExpertWeights(experts)
+    assert weights.shape == (2, 3, 8) and len(weights) == 2
+    assert weights.nbytes == 3 * 8 * (4 + 2) and weights[1] is experts[1]
+    with pytest.raises(ValueError, match="one shape"):
+        ExpertWeights([*experts, FloatWeight(torch.randn(3, 7))])
+    with pytest.raises(ValueError, match="one shape"):
+        ExpertWeights([])

@@ -35,7 +35,7 @@ ARCHITECTURES = {
 def write_as_gguf(model: Any, path: Path, kind: Kind | KindOf = None, parts: int = 1) -> Path:
     """Write `model`, matrices in the type `kind` (float32 if None); the path of the first part.
 
-    kind: may also be a function of the tensor's GGUF name. A router stays float32.
+    kind: may also be a function of the tensor's GGUF name; else a router stays float32.
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
@@ -88,7 +88,9 @@ def _add_byte_vocabulary(writer: gguf.GGUFWriter) -> None:
 def _add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Kind | KindOf) -> None:
     if callable(kind):
         kind = kind(name)
-    if kind is None or array.ndim == 1 or "ffn_gate_inp" in name:
+    elif "ffn_gate_inp" in name:
+        kind = None
+    if kind is None or array.ndim == 1:
         writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
     else:
         writer.add_tensor(name, quantize(array, kind), raw_dtype=kind)

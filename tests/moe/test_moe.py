@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minisgl.kernel import native
 from minisgl.moe import TorchMoeBackend, create_moe_backend
 from minisgl.moe.fused import FusedMoeBackend, moe_align_block_size
 from minisgl.params import ConfigError
+from minisgl.quant import ExpertWeights, FloatWeight, StackedWeight
+from minisgl.quant.packed import PackedWeight
 
 EXPERTS, HIDDEN, INNER = 5, 12, 7
 
@@ -45,6 +48,35 @@ def test_both_backends_compute_the_formula(
         got = backend.forward(*given, topk, renormalize)
         assert got.dtype == torch.float32
         assert (got - expected).abs().max().item() < 1e-4
+
+
+@pytest.mark.parametrize(("tokens", "topk"), [(1, 1), (20, 2), (3, EXPERTS)])
+def test_experts_with_weights_of_their_own_compute_the_same(tokens: int, topk: int) -> None:
+    x, w1, w2, gating = inputs(tokens)
+    gate_up = ExpertWeights([StackedWeight(list(map(FloatWeight, w.chunk(2)))) for w in w1])
+    down = ExpertWeights([FloatWeight(w) for w in w2])
+    for backend in (TorchMoeBackend(), FusedMoeBackend()):
+        got = backend.forward(x, gate_up, down, gating, topk, True)
+        assert (got - written_out(x, w1, w2, gating, topk, True)).abs().max().item() < 1e-4
+
+
+@pytest.mark.skipif(not native.available(), reason="built without native kernels")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_experts_compute_the_formula_over_what_they_stand_for(bits: int) -> None:
+    x, w1, w2, gating = inputs(20)
+    packed = [[PackedWeight.from_float(matrix, bits) for matrix in w] for w in (w1, w2)]
+    floats = [torch.stack([matrix.dequantize() for matrix in matrices]) for matrices in packed]
+    gate_up, down = map(ExpertWeights, packed)
+    expected = written_out(x, floats[0], floats[1], gating, 2, True)
+    got = TorchMoeBackend().forward(x, gate_up, down, gating, 2, True)
+    assert got.dtype == torch.float32
+    error = (got - expected).abs().max() / expected.abs().max()
+    assert error < 0.02  # activations have 8 bits
+    alone = [
+        TorchMoeBackend().forward(x[i : i + 1], gate_up, down, gating[i : i + 1], 2, True)
+        for i in range(20)
+    ]
+    assert torch.equal(torch.cat(alone), got)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
