@@ -100,8 +100,8 @@ void multiply(const PackedMatrix& weight, const Activations& x, uint64_t out, in
   if (x.columns() != weight.view().columns) fail("activations and weight differ in columns");
   if (stride < weight.view().rows && x.tokens() > 1) fail("output rows overlap");
   nb::gil_scoped_release release;
-  const PackedJob job{weight.view(), address<float>(out), stride};
-  matmul_packed(x, &job, 1);
+  const PackedJob job{&x, weight.view(), address<float>(out), stride};
+  matmul_packed(&job, 1);
 }
 
 // jobs: a tuple of (weight, output address, output stride).
@@ -116,10 +116,10 @@ void multiply_many(const Activations& x, nb::tuple jobs) {
     if (x.columns() != weight.view().columns) fail("activations and weight differ in columns");
     const int64_t stride = nb::cast<int64_t>(job[2]);
     if (stride < weight.view().rows && x.tokens() > 1) fail("output rows overlap");
-    list[i] = {weight.view(), address<float>(nb::cast<uint64_t>(job[1])), stride};
+    list[i] = {&x, weight.view(), address<float>(nb::cast<uint64_t>(job[1])), stride};
   }
   nb::gil_scoped_release release;
-  matmul_packed(x, list, static_cast<int>(count));
+  matmul_packed(list, static_cast<int64_t>(count));
 }
 
 // Quantises and multiplies in one call.
@@ -130,8 +130,8 @@ void linear(const PackedMatrix& weight, uint64_t x, int64_t tokens, int64_t x_st
   nb::gil_scoped_release release;
   Activations quantized(tokens, weight.view().columns);
   quantized.quantize(address<float>(x), x_stride);
-  const PackedJob job{weight.view(), address<float>(out), out_stride};
-  matmul_packed(quantized, &job, 1);
+  const PackedJob job{&quantized, weight.view(), address<float>(out), out_stride};
+  matmul_packed(&job, 1);
 }
 
 // ids: `count` int64 row numbers, each checked here.

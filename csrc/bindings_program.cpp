@@ -124,6 +124,25 @@ std::vector<MatrixRef> matrices(const std::vector<MatrixTuple>& tuples) {
   return refs;
 }
 
+// Of each expert: gate and up, and down.
+using ExpertTuple = std::tuple<std::vector<MatrixTuple>, MatrixTuple>;
+
+std::vector<ExpertMatrices> experts(const std::vector<ExpertTuple>& tuples) {
+  std::vector<ExpertMatrices> found;
+  for (const auto& [gate_up, down] : tuples) found.push_back({matrices(gate_up), matrix(down)});
+  return found;
+}
+
+void route_rows(uint64_t logits, int64_t rows, int64_t n, int64_t top_k, bool renormalize,
+                uint64_t experts, uint64_t weights) {
+  if (n < 1 || top_k < 1 || top_k > n) fail("bad number of experts");
+  nb::gil_scoped_release release;
+  for (int64_t row = 0; row < rows; ++row) {
+    route(address<float>(logits) + row * n, n, top_k, renormalize,
+          address<int32_t>(experts) + row * top_k, address<float>(weights) + row * top_k);
+  }
+}
+
 // What an attention step takes, in groups: see AttentionParams.
 using Heads = std::tuple<int64_t, int64_t, int64_t, float, int64_t>;
 using Pool = std::tuple<int, uint64_t, uint64_t, int64_t, uint64_t, uint64_t>;
@@ -173,6 +192,7 @@ void bind_program(nb::module_& m) {
   m.def("softmax_stats", &softmax_stats);
   m.def("candidates", &candidates);
   m.def("penalize", &penalize);
+  m.def("route", &route_rows);
   nb::class_<Program>(m, "Program")
       .def(nb::init<int64_t, int64_t, int64_t>())
       .def_prop_ro("num_steps", &Program::num_steps)
@@ -199,6 +219,11 @@ void bind_program(nb::module_& m) {
                            const MatrixTuple& down, int out) {
         p.gated_mlp(x, matrices(gate_up), activation(kind), matrix(down), out);
       })
+      .def("experts",
+           [](Program& p, int x, int gating, const std::vector<ExpertTuple>& tuples, int kind,
+              int64_t top_k, bool renormalize, int out) {
+             p.experts(x, gating, experts(tuples), activation(kind), top_k, renormalize, out);
+           })
       .def("attention",
            [](Program& p, int qkv, int out, const Heads& heads, const Pool& pool,
               const Tables& tables, const Norms& norms) {

@@ -12,23 +12,26 @@
 
 namespace minisgl {
 
-// One weight of a joint product: out[t * out_stride + row] for each token and row.
+// One of several products in one parallel region: out[t * out_stride + row] for each token and row.
 struct PackedJob {
+  const Activations* x;
   PackedView weight;
   float* out;
   int64_t out_stride;
 };
-
-// Multiplies the same activations by several weights in one parallel region.
-void matmul_packed(const Activations& x, const PackedJob* jobs, int num_jobs);
+void matmul_packed(const PackedJob* jobs, int64_t num_jobs);
 
 using GateFn = void (*)(const float* gate, const float* up, int64_t n, float* out);
 
 // out = the quantised combine(gate . x, up . x); both weights have a multiple of 32 rows. A part of
 // the products is combined and quantised while it is in the first-level cache: the floats of the
 // whole never exist.
-void matmul_gated(const Activations& x, const PackedView& gate, const PackedView& up,
-                  GateFn combine, Activations* out);
+struct GatedJob {
+  const Activations* x;
+  PackedView gate, up;
+  Activations* out;
+};
+void matmul_gated(const GatedJob* jobs, int64_t num_jobs, GateFn combine);
 
 // What a kernel works on: a range of panels times one tile of tokens.
 struct PanelTask {

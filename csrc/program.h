@@ -23,6 +23,7 @@
 #include "activations.h"
 #include "attention.h"
 #include "elementwise.h"
+#include "experts.h"
 #include "matmul.h"
 
 namespace minisgl {
@@ -37,6 +38,20 @@ struct MatrixRef {
   FloatKind kind;
   const void* data;
   int64_t stride;
+};
+
+// Gate and up of an MLP, which may lie on top of each other in one matrix; both packed, with a
+// multiple of 32 rows.
+struct GatedWeights {
+  PackedView gate, up;
+
+  // inner: the rows of each. Throws std::invalid_argument.
+  static GatedWeights of(const std::vector<MatrixRef>& gate_up, int64_t inner);
+};
+
+struct ExpertMatrices {
+  std::vector<MatrixRef> gate_up;
+  MatrixRef down;
 };
 
 // Everything a run needs; checked by run(). Requests as in AttentionBatch.
@@ -115,6 +130,10 @@ class Program {
   // are packed, and what they multiply has a multiple of 32 rows.
   void gated_mlp(int x, const std::vector<MatrixRef>& gate_up, Activation kind,
                  const MatrixRef& down, int out);
+  // For each token the weighted sum of top_k experts, chosen by the router's logits `gating`, one for
+  // each expert (experts.h). All matrices are packed, or all are floats.
+  void experts(int x, int gating, const std::vector<ExpertMatrices>& matrices, Activation kind,
+               int64_t top_k, bool renormalize, int out);
   // Norms (if asked to) and rotates q and k, stores k and v, attends; overwrites q inside qkv.
   void attention(int qkv, int out, const AttentionParams& params);
   // Copies the wanted rows of x to `to`; all selects of a program stand together.
@@ -177,6 +196,7 @@ class Program {
   std::vector<Step> steps_;
   std::vector<std::pair<int, int>> selects_;
   std::map<Place, Quantized> quantized_;
+  std::shared_ptr<ExpertScratch> expert_scratch_;
   size_t tail_begin_ = 0;
   int64_t capacity_ = 0;       // rows of each buffer
   int64_t logits_stride_ = 0;  // of the run in progress

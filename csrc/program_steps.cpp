@@ -153,10 +153,10 @@ void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
   add_whole_step(out == kLogits ? "head" : "linear", bytes, [=](const Tile& tile) mutable {
     float* to = out == kLogits ? tile.logits : at(out);
     const int64_t stride = out == kLogits ? logits_stride_ : rows;
-    int num_jobs = 0;
+    int64_t num_jobs = 0;
     for (const MatrixRef& part : parts) {
       if (part.packed) {
-        jobs[num_jobs++] = {part.view, to, stride};
+        jobs[num_jobs++] = {input->get(), part.view, to, stride};
       } else {
         matmul_float(part.kind, {part.data, part.stride, at(x), columns, to, stride,
                                  part.view.rows, tile.rows, columns});
@@ -165,39 +165,28 @@ void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
     }
     if (num_jobs == 0) return;
     (*input)->relate_scales();
-    matmul_packed(**input, jobs.data(), num_jobs);
+    matmul_packed(jobs.data(), num_jobs);
   });
 }
 
 void Program::gated_mlp(int x, const std::vector<MatrixRef>& gate_up, Activation kind,
                         const MatrixRef& down, int out) {
   const int64_t inner = down.view.columns;
-  std::vector<PackedView> halves;
-  int64_t bytes = 0;
-  for (const MatrixRef& part : gate_up) {
-    if (!part.packed || part.view.columns != width(x)) fail("gate, up and input do not match");
-    bytes += part.view.bytes();
-    PackedView half = part.view;
-    if (gate_up.size() == 1) half.rows = inner;
-    halves.push_back(half);
-    half.data += inner / kPanelRows * half.panel_bytes();
-    if (gate_up.size() == 1) halves.push_back(half);
-  }
-  int64_t rows = 0;
-  for (const MatrixRef& part : gate_up) rows += part.view.rows;
-  if (halves.size() != 2 || rows != 2 * inner || inner % kGroup != 0 || halves[0].rows != inner) {
-    fail("gate and up do not match what comes after them");
+  const GatedWeights gated = GatedWeights::of(gate_up, inner);
+  if (gated.gate.columns != width(x) || gated.up.columns != width(x)) {
+    fail("gate, up and input do not match");
   }
   if (!down.packed || down.view.rows != width(out)) fail("bad end of an MLP");
   const auto combine = elementwise_kernels().gate_mul[static_cast<int>(kind)];
   const Quantized input = quantize(x), hidden = quantized(inner, true);
-  add_whole_step("gated", bytes, [=](const Tile&) {
+  add_whole_step("gated", gated.gate.bytes() + gated.up.bytes(), [=](const Tile&) {
     (*input)->relate_scales();
-    matmul_gated(**input, halves[0], halves[1], combine, hidden->get());
+    const GatedJob job{input->get(), gated.gate, gated.up, hidden->get()};
+    matmul_gated(&job, 1, combine);
   });
   add_whole_step("linear", down.view.bytes(), [=](const Tile&) {
-    const PackedJob job{down.view, at(out), down.view.rows};
-    matmul_packed(**hidden, &job, 1);
+    const PackedJob job{hidden->get(), down.view, at(out), down.view.rows};
+    matmul_packed(&job, 1);
   });
 }
 

@@ -19,6 +19,8 @@ from minisgl.core import Batch, Req, SamplingParams
 from minisgl.engine import Engine, EngineConfig
 from minisgl.kernel.program import Program
 from minisgl.llm import LLM
+from minisgl.quant import ExpertWeights
+from minisgl.quant.packed import PackedWeight
 
 from tests.engine.conftest import MakeEngine
 from tests.integer_kv import INTEGERS
@@ -132,9 +134,8 @@ def test_the_torch_backend_runs_the_layers(make_engine: MakeEngine, runs: list[i
     assert torch.equal(engine.forward(batch), by_layers(engine, batch)) and runs == []
 
 
-def test_experts_run_by_layers_and_say_so_once(
-    tmp_path: Path, runs: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def moe_engine(tmp_path: Path) -> Iterator[Engine]:
     path = write_model(tmp_path / "moe", **EXPERTS)
     weights_of_experts(path)
     config = EngineConfig(
@@ -142,14 +143,31 @@ def test_experts_run_by_layers_and_say_so_once(
         attention_backend="native",
     )  # fmt: skip
     engine = Engine(config)
-    batch = prefill_batch(engine, [9])
+    yield engine
+    engine.shutdown()
+
+
+def test_experts_are_steps_of_the_program(moe_engine: Engine, runs: list[int]) -> None:
+    batch = prefill_batch(moe_engine, [9, 1, 20])
+    actual = moe_engine.forward(batch)
+    torch.testing.assert_close(actual, by_layers(moe_engine, batch), rtol=1e-5, atol=1e-5)
+    assert runs == [30]
+
+
+def test_what_cannot_be_recorded_runs_by_layers_and_says_so_once(
+    moe_engine: Engine, runs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    experts = moe_engine.model.model.layers.op_list[1].mlp.experts
+    experts.down_proj = ExpertWeights(
+        [PackedWeight.from_float(matrix, 8) for matrix in experts.down_proj]
+    )
+    batch = prefill_batch(moe_engine, [9])
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            assert torch.equal(engine.forward(batch), by_layers(engine, batch))
-    engine.shutdown()
+            assert torch.equal(moe_engine.forward(batch), by_layers(moe_engine, batch))
     assert runs == []
     assert [r.getMessage() for r in caplog.records if "layer by layer" in r.getMessage()] == [
-        "forwards run layer by layer in Python: a mixture of experts has no native steps"
+        "forwards run layer by layer in Python: experts of floats and of packed matrices"
     ]
 
 

@@ -14,6 +14,7 @@ if not native.available():
     pytest.skip("this installation has no native kernels", allow_module_level=True)
 
 from minisgl.kernel import native_ops, torch_ops
+from minisgl.moe import route
 
 ISAS = native.available_isas()
 WIDTHS = (1, 5, 16, 33, 576, 1537)
@@ -141,6 +142,38 @@ def test_candidates_leave_out_what_is_not_a_number() -> None:
     values, indices, counts = native_ops.top_candidates(x, 4)
     assert counts.tolist() == [2, 0]
     assert indices[0, :2].tolist() == [99, 3] and values[0, 0] == 2.0
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("experts", "topk"), [(1, 1), (8, 2), (60, 4), (128, 8), (5, 5)])
+def test_routing_equals_its_torch_twin(experts: int, topk: int, renormalize: bool) -> None:
+    gating = normal(40, experts) * 3
+    weights, ids = native_ops.route(gating, topk, renormalize)
+    expected, expected_ids = route(gating, topk, renormalize)
+    assert torch.equal(ids, expected_ids.int())
+    torch.testing.assert_close(weights, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_routing_is_the_same_bits_alone_and_on_every_instruction_set(isa: str) -> None:
+    gating = normal(9, 64)
+    native.set_isa(isa)
+    found = native_ops.route(gating, 6, True)
+    alone = [native_ops.route(row, 6, True) for row in gating.split(1)]
+    native.set_isa("portable")
+    for one, other, single in zip(found, native_ops.route(gating, 6, True), zip(*alone)):
+        assert torch.equal(one, other) and torch.equal(one, torch.cat(single))
+
+
+def test_routing_takes_the_first_of_equals_and_tells_what_is_not_a_number() -> None:
+    gating = torch.zeros(3, 5)
+    gating[1, 3], gating[2, 4] = 1.0, nan
+    weights, ids = native_ops.route(gating, 2, True)
+    assert ids[:2].tolist() == [[0, 1], [3, 0]]
+    assert weights[0].tolist() == [0.5, 0.5] and weights[1].sum() == 1.0
+    assert weights[2].isnan().all() and len(set(ids[2].tolist())) == 2
+    with pytest.raises(ValueError):
+        native_ops.route(gating, 6, True)
 
 
 def test_penalties_equal_the_formulas_of_the_sampler() -> None:

@@ -20,7 +20,7 @@ from minisgl.kernel.native_attention import KV_KINDS, KVTensors, snapshot
 from minisgl.kernel.program import CannotRecord, Program, Recorder
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.models import ModelConfig, create_model, init_dummy_weights
-from minisgl.quant import StackedWeight
+from minisgl.quant import ExpertWeights, StackedWeight
 from minisgl.quant.packed import PackedWeight
 from minisgl.utils import torch_dtype
 
@@ -45,6 +45,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "query_pre_attn_scalar": 24,
     },
+    "experts": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 64},
     "longrope": {
         "model_type": "phi3",
         "head_dim": 12,
@@ -75,16 +83,23 @@ def make_model(weights: str = "float32", **changes: Any) -> Any:
         if tensor.dim() == 1:
             tensor += torch.randn(tensor.shape, generator=generator).to(dtype) * 0.1
         elif weights in ("q4", "q8"):
-            half = tensor.shape[0] // 2
-            bits = int(weights[1])
-            packed = PackedWeight.from_float(tensor, bits)
-            if "gate_up" in name:  # a file of mixed formats
-                parts = [PackedWeight.from_float(tensor[:half], bits),
-                         PackedWeight.from_float(tensor[half:], 12 - bits)]  # fmt: skip
-                setattr(owner, attribute, StackedWeight(parts))
-            else:
-                setattr(owner, attribute, packed)
+            bits, is_mixed = int(weights[1]), "gate_up" in name
+            if tensor.dim() == 2:
+                packed: Any = pack(tensor, bits, is_mixed)
+            else:  # every other expert of mixed formats
+                packed = ExpertWeights(
+                    [pack(each, bits, is_mixed and e % 2 == 0) for e, each in enumerate(tensor)]
+                )
+            setattr(owner, attribute, packed)
     return model
+
+
+def pack(tensor: torch.Tensor, bits: int, is_mixed: bool) -> Any:
+    """A packed matrix; its halves in different formats if it is mixed."""
+    if not is_mixed:
+        return PackedWeight.from_float(tensor, bits)
+    halves = zip(tensor.chunk(2), (bits, 12 - bits))
+    return StackedWeight([PackedWeight.from_float(half, n) for half, n in halves])
 
 
 def make_pool(model: Any, page_size: int = 1, dtype: torch.dtype = torch.float32) -> Any:
@@ -128,6 +143,21 @@ class Eager:
 
     def gated_mlp(self, x: torch.Tensor, gate_up: list[Any], activation: str, down: Any) -> None:
         return None  # in three steps
+
+    def experts(
+        self, x: torch.Tensor, gating: torch.Tensor, gate_up: list[Any], down: list[Any],
+        top_k: int, renormalize: bool,
+    ) -> torch.Tensor:  # fmt: skip
+        """Token by token, expert by expert."""
+        sums = []
+        for row, *chosen in zip(x.split(1), *native_ops.route(gating, top_k, renormalize)):
+            total = torch.empty(0)
+            for weight, expert in zip(*(values.tolist() for values in chosen)):
+                hidden = native_ops.gate_and_mul(self.linear(row, gate_up[expert]))
+                part = self.linear(hidden, down[expert]) * weight
+                total = total + part if len(total) else part
+            sums.append(total)
+        return torch.cat(sums)
 
     def linear(self, x: torch.Tensor, parts: list[Any], bias: Any = None) -> torch.Tensor:
         out = [
@@ -224,11 +254,12 @@ def test_kv_may_be_stored_in_any_type(kv: torch.dtype) -> None:
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("weights", ["float32", "q4"])
+@pytest.mark.parametrize("kind", ["plain", "experts"])
 def test_a_prompt_gives_the_same_bits_in_any_batch(
-    weights: str, threads: int, page_size: int
+    kind: str, weights: str, threads: int, page_size: int
 ) -> None:
     native.set_num_threads(threads)
-    model = make_model(weights)
+    model = make_model(weights, **MODELS[kind])
     tokens = [prompt[:100] for prompt in prompts(32)]
     lengths = [len(prompt) for prompt in tokens]
 
@@ -281,7 +312,7 @@ def test_tiles_cut_long_batches_without_a_trace() -> None:
         start += step[2]
 
 
-@pytest.mark.parametrize("kind", ["qk_norm", "gemma3"])
+@pytest.mark.parametrize("kind", ["qk_norm", "gemma3", "experts"])
 def test_every_instruction_set_gives_the_same_bits(kind: str) -> None:
     model = make_model("q4", **MODELS[kind])
     given = inputs(make_table(2, 1), prompts(2, [40, 3]), [(0, 0, 40), (1, 0, 3)])
@@ -380,11 +411,9 @@ def test_lengths_that_do_not_fit_raise() -> None:
         program.run(*given[:3], requests, given[4])
 
 
-def test_what_has_no_native_steps_cannot_be_recorded() -> None:
-    experts = {
-        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    }  # fmt: skip
-    model = make_model(**experts)
-    with pytest.raises(CannotRecord, match="experts"):
+def test_experts_of_floats_and_packed_ones_together_cannot_be_recorded() -> None:
+    model = make_model("q4", **MODELS["experts"])
+    experts = model.model.layers.op_list[1].mlp.experts
+    experts.down_proj = torch.zeros(experts.down_proj.shape)
+    with pytest.raises(CannotRecord, match="experts of floats"):
         record(model, make_pool(model))

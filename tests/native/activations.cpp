@@ -13,8 +13,8 @@ namespace {
 
 Floats seen(const Activations& activations, PackedWeight& weight) {
   Floats out(static_cast<size_t>(activations.tokens() * activations.columns()));
-  const PackedJob job{weight.view, out.data(), activations.columns()};
-  matmul_packed(activations, &job, 1);
+  const PackedJob job{&activations, weight.view, out.data(), activations.columns()};
+  matmul_packed(&job, 1);
   return out;
 }
 

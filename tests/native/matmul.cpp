@@ -1,6 +1,8 @@
 // Packed products in every format, gated too, and float products in every kind, over ragged shapes.
 #include "matmul.h"
 
+#include <memory>
+
 #include "elementwise.h"
 #include "pack.h"
 #include "test.h"
@@ -19,9 +21,9 @@ Floats packed_product(const Floats& x, int64_t tokens, int64_t columns, int64_t 
   for (const PackedWeight& weight : weights) {
     const int64_t stride = weight.view.rows + gap;
     outs.emplace_back(static_cast<size_t>((tokens - 1) * stride + weight.view.rows), kMark);
-    jobs.push_back({weight.view, outs.back().data(), stride});
+    jobs.push_back({&activations, weight.view, outs.back().data(), stride});
   }
-  matmul_packed(activations, jobs.data(), static_cast<int>(jobs.size()));
+  matmul_packed(jobs.data(), static_cast<int64_t>(jobs.size()));
   Floats all;
   for (const Floats& out : outs) all.insert(all.end(), out.begin(), out.end());
   return all;
@@ -94,6 +96,50 @@ void test_packed(Family& family, Random& random, Format format, int64_t tokens) 
   if (!odd) check_packed(family, what, product, x, tokens, columns, x_stride, weights[0], gap);
 }
 
+// Several products of different activations in one go, as experts have them, more than there may be
+// in one region, against one after the other.
+void test_many(Family& family, Random& random, int64_t num_jobs) {
+  const int64_t columns = kGroup * random.between(1, 4), rows = kGroup * random.between(1, 3);
+  std::vector<PackedWeight> gates, ups, downs;
+  std::vector<int64_t> tokens;
+  std::vector<Floats> x;
+  for (int64_t i = 0; i < num_jobs; ++i) {
+    const auto any = [&] { return static_cast<Format>(random.between(0, kNumFormats - 1)); };
+    tokens.push_back(random.one_in(5) ? random.between(1, 100) : random.between(1, 4));
+    x.push_back(random.normals(tokens.back() * columns));
+    gates.push_back(random_weight(random, any(), rows, columns, false));
+    ups.push_back(random_weight(random, any(), rows, columns, false));
+    downs.push_back(random_weight(random, any(), columns, rows, false));
+  }
+  const std::string what = text("many, ", num_jobs, " jobs, ", columns, " columns, ", rows, " rows");
+  same_everywhere(family, what, [&] {
+    const GateFn combine = elementwise_kernels().gate_mul[0];
+    std::vector<std::unique_ptr<Activations>> inputs, hidden;
+    std::vector<Floats> outs;
+    std::vector<GatedJob> gated;
+    std::vector<PackedJob> packed;
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      inputs.push_back(std::make_unique<Activations>(tokens[i], columns));
+      inputs[i]->quantize(x[i].data(), columns);
+      hidden.push_back(std::make_unique<Activations>(tokens[i], rows));
+      outs.emplace_back(static_cast<size_t>(tokens[i] * columns), kMark);
+      gated.push_back({inputs[i].get(), gates[i].view, ups[i].view, hidden[i].get()});
+      packed.push_back({hidden[i].get(), downs[i].view, outs[i].data(), columns});
+    }
+    matmul_gated(gated.data(), num_jobs, combine);
+    matmul_packed(packed.data(), num_jobs);
+    Floats together, apart;
+    for (const Floats& out : outs) together.insert(together.end(), out.begin(), out.end());
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      matmul_gated(&gated[i], 1, combine);
+      matmul_packed(&packed[i], 1);
+      apart.insert(apart.end(), outs[i].begin(), outs[i].end());
+    }
+    family.expect_equal(apart, together, what + " against one after the other");
+    return together;
+  });
+}
+
 // Gate, up, their product and its quantisation in one go, against one after the other.
 void test_gated(Family& family, Random& random, int64_t tokens) {
   const bool tall = random.one_in(4);  // a task has more groups than it combines at once
@@ -116,10 +162,11 @@ void test_gated(Family& family, Random& random, int64_t tokens) {
     const GateFn combine = elementwise_kernels().gate_mul[kind];
     Activations input(tokens, columns), joint(tokens, rows), steps(tokens, rows);
     input.quantize(x.data(), x_stride);
-    matmul_gated(input, gate.view, up.view, combine, &joint);
+    const GatedJob gated{&input, gate.view, up.view, &joint};
+    matmul_gated(&gated, 1, combine);
     Floats a(static_cast<size_t>(tokens * rows)), b(a.size());
-    const PackedJob jobs[] = {{gate.view, a.data(), rows}, {up.view, b.data(), rows}};
-    matmul_packed(input, jobs, 2);
+    const PackedJob jobs[] = {{&input, gate.view, a.data(), rows}, {&input, up.view, b.data(), rows}};
+    matmul_packed(jobs, 2);
     for (int64_t at = 0; at < tokens * rows; at += rows) {
       combine(a.data() + at, b.data() + at, rows, a.data() + at);
     }
@@ -196,6 +243,7 @@ void test_matmul(Family& family) {
     }
     test_gated(family, random, tokens);
   }
+  for (const int64_t jobs : {1, 2, 3, 8, 64, 65, 130}) test_many(family, random, jobs);
   // More than one task takes; with several chunks of tokens.
   for (const int64_t tokens : {255, 257, 300}) {
     test_gated(family, random, tokens);

@@ -122,6 +122,21 @@ def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw] = ()) -> list[int]
     return LogitRows(logits).choose_tokens(draws)
 
 
+def route(gating: torch.Tensor, topk: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights float32, expert ids int32), both (tokens, topk), best first, equal ones by id.
+
+    gating: float32 `(tokens, experts)`. As `minisgl.moe.route`; csrc/experts.h says the rest.
+    """
+    tokens, num_experts = _logits(gating).shape
+    weights = torch.empty(tokens, topk)
+    ids = torch.empty(tokens, topk, dtype=torch.int32)
+    load().route(
+        gating.data_ptr(), tokens, num_experts, topk, renormalize, ids.data_ptr(),
+        weights.data_ptr(),
+    )  # fmt: skip
+    return weights, ids
+
+
 def softmax_stats(
     logits: torch.Tensor, temperatures: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from minisgl.core import get_global_ctx
 from minisgl.distributed import DistributedCommunicator, current_tp_info
+from minisgl.kernel.program import CannotRecord
 from minisgl.quant import Experts
 from minisgl.utils import div_even
 
-from .base import BaseOP
+from .base import BaseOP, native_parts
+
+if TYPE_CHECKING:
+    from minisgl.kernel.program import Buffer, Recorder
 
 
 class MoELayer(BaseOP):
@@ -37,3 +43,13 @@ class MoELayer(BaseOP):
             x, self.gate_up_proj, self.down_proj, router_logits, self._top_k, self._renormalize
         )
         return self._comm.all_reduce(y) if self._tp_size > 1 else y
+
+    def record(self, program: Recorder, x: Buffer, gating: Buffer) -> Buffer:
+        """As `forward`, on one rank."""
+        if self._tp_size > 1:
+            raise CannotRecord("tensor parallelism needs the ranks between its steps")
+        gate_up, down = (
+            [native_parts(matrices[expert]) for expert in range(matrices.shape[0])]
+            for matrices in (self.gate_up_proj, self.down_proj)
+        )
+        return program.experts(x, gating, gate_up, down, self._top_k, self._renormalize)

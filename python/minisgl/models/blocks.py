@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from minisgl.core import get_global_ctx
-from minisgl.kernel.program import CannotRecord
 from minisgl.layers import (
     AttentionLayer,
     BaseOP,
@@ -122,8 +121,8 @@ class SparseMLP(BaseOP):
         return self.experts.forward(x, self.gate.forward(x))
 
     def record(self, program: Recorder, x: Buffer) -> Buffer:
-        """There are no native steps for it yet."""
-        raise CannotRecord("a mixture of experts has no native steps")
+        """As `forward`."""
+        return self.experts.record(program, x, self.gate.record(program, x))
 
 
 def _norm_of_rows(config: ModelConfig) -> tuple[int, float, float]:
