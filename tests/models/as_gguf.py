@@ -24,6 +24,7 @@ KindOf = Callable[[str], Kind]
 ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
+    "mixtral": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
@@ -32,10 +33,17 @@ ARCHITECTURES = {
 }
 
 
-def write_as_gguf(model: Any, path: Path, kind: Kind | KindOf = None, parts: int = 1) -> Path:
+def write_as_gguf(
+    model: Any,
+    path: Path,
+    kind: Kind | KindOf = None,
+    parts: int = 1,
+    experts_apart: bool = False,
+) -> Path:
     """Write `model`, matrices in the type `kind` (float32 if None); the path of the first part.
 
     kind: may also be a function of the tensor's GGUF name; else a router stays float32.
+    experts_apart: a tensor for each expert, as the first files of Mixtral have them.
     """
     config = model.config
     arch = ARCHITECTURES[config.model_type]
@@ -53,11 +61,12 @@ def write_as_gguf(model: Any, path: Path, kind: Kind | KindOf = None, parts: int
         if name.endswith("experts.gate_up_proj"):  # transformers 5 stacks them: (E, 2 * ff, hidden)
             layer = int(name.split(".")[2])
             gate, up = np.split(array, 2, axis=1)
-            _add(writer, f"blk.{layer}.ffn_gate_exps.weight", gate, kind)
-            _add(writer, f"blk.{layer}.ffn_up_exps.weight", up, kind)
+            _add_experts(writer, f"blk.{layer}.ffn_gate", gate, kind, experts_apart)
+            _add_experts(writer, f"blk.{layer}.ffn_up", up, kind, experts_apart)
             continue
         if name.endswith("experts.down_proj"):
-            _add(writer, f"blk.{name.split('.')[2]}.ffn_down_exps.weight", array, kind)
+            prefix = f"blk.{name.split('.')[2]}.ffn_down"
+            _add_experts(writer, prefix, array, kind, experts_apart)
             continue
         if arch == "llama" and ".q_proj." in name:
             array = _interleave(array, config.num_attention_heads)
@@ -96,6 +105,15 @@ def _add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Kind | Kin
         writer.add_tensor(name, quantize(array, kind), raw_dtype=kind)
 
 
+def _add_experts(
+    writer: gguf.GGUFWriter, prefix: str, experts: np.ndarray, kind: Kind | KindOf, apart: bool
+) -> None:
+    if not apart:
+        return _add(writer, f"{prefix}_exps.weight", experts, kind)
+    for index, expert in enumerate(experts):
+        _add(writer, f"{prefix}.{index}.weight", expert, kind)
+
+
 def _interleave(array: np.ndarray, heads: int) -> np.ndarray:
     """Rows of each head from halves to pairs, as ggml rotates Llama's."""
     half = array.shape[0] // heads // 2
@@ -123,6 +141,9 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "mixtral":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
     if arch == "gemma3":  # one set of rope parameters for each kind of layer
         rope = dict(rope["full_attention"])
     writer.add_rope_freq_base(rope["rope_theta"])

@@ -22,6 +22,7 @@ from tests.models.as_gguf import write_as_gguf
 from tests.models.by_hand import ByHand
 from tests.models.test_against_transformers import (
     CASES,
+    EXPERTS,
     IDS,
     MOE,
     assert_close,
@@ -54,6 +55,8 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     )
 } | {
     "qwen3_moe": ("qwen3_moe", {**MOE, "norm_topk_prob": True}),
+    "mixtral": ("mixtral", EXPERTS),
+    "mixtral apart": ("mixtral", EXPERTS),
     "gemma3": ("gemma3_text", GEMMA),
     "phi3": ("phi3", PHI),
     "phi3 windowed": ("phi3", {**PHI, "sliding_window": 6}),
@@ -69,7 +72,7 @@ Q = gguf.GGMLQuantizationType
 def test_logits_agree_with_transformers_through_a_gguf_file(case: str, tmp_path: Path) -> None:
     model_type, changes = GGUF_CASES[case]
     reference = make_reference(model_type, changes, tmp_path / "hf")
-    path = write_as_gguf(reference, tmp_path / "model.gguf")
+    path = write_as_gguf(reference, tmp_path / "model.gguf", experts_apart="apart" in case)
     by_hand = ByHand(path)
     assert by_hand.config.model_type == model_type
     expected = reference_logits(reference, IDS)
@@ -77,7 +80,7 @@ def test_logits_agree_with_transformers_through_a_gguf_file(case: str, tmp_path:
     assert_close(by_hand.logits(IDS, [1, 13, 1, 1, 24], row=1), expected)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "gemma3", "phi3"])
+@pytest.mark.parametrize("case", ["llama", "qwen3_moe", "mixtral", "gemma3", "phi3"])
 def test_every_tensor_gets_the_name_and_values_that_hugging_face_stores(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +102,9 @@ def test_every_tensor_gets_the_name_and_values_that_hugging_face_stores(
             parts = [torch.stack([torch.cat(pair) for pair in zip(gates, ups)])]
         elif name.endswith("experts.down_proj"):
             stem = name.removesuffix(".down_proj")
-            parts = [torch.stack([got.pop(f"{stem}.{i}.down_proj.weight") for i in range(6)])]
+            parts = [
+                torch.stack([got.pop(f"{stem}.{i}.down_proj.weight") for i in range(len(weight))])
+            ]
         added = offset if name.endswith("norm.weight") else 0.0
         assert len(parts) == 1 and torch.equal(parts[0], weight + added), name
     assert not got

@@ -122,21 +122,29 @@ def gguf_as_hf(
         cfg |= {"sliding_window": get("attention.sliding_window"), "use_sliding_window": True}
         if arch == "llama":  # Mistral's files have the architecture of Llama
             cfg["model_type"] = "mistral"
-    if get("expert_count") and arch != "qwen3moe":
-        raise UnsupportedModelError(f"GGUF architecture {arch!r} with experts is not supported")
+    if get("expert_count"):
+        cfg |= _gguf_experts(arch, get)
     cfg |= _gguf_extras(arch, get, head_dim)
     return {key: value for key, value in cfg.items() if value is not None}
 
 
+def _gguf_experts(arch: str, get: Any) -> dict[str, Any]:
+    """The numbers of a mixture of experts; Mixtral's files have the architecture of Llama."""
+    found = {
+        "num_experts": get("expert_count"),
+        "num_experts_per_tok": get("expert_used_count"),
+        "moe_intermediate_size": get("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+    if arch == "llama":
+        return {**found, "model_type": "mixtral"}
+    if arch != "qwen3moe":
+        raise UnsupportedModelError(f"GGUF architecture {arch!r} with experts is not supported")
+    return found
+
+
 def _gguf_extras(arch: str, get: Any, head_dim: Any) -> dict[str, Any]:
     """What one architecture has besides, said by its file or true of all its models."""
-    if arch == "qwen3moe":
-        return {
-            "num_experts": get("expert_count"),
-            "num_experts_per_tok": get("expert_used_count"),
-            "moe_intermediate_size": get("expert_feed_forward_length"),
-            "norm_topk_prob": True,
-        }
     if arch == "gemma3":
         by_width = _divide(get("embedding_length"), get("attention.head_count"))
         return {

@@ -301,6 +301,7 @@ _GGUF_EXPERTS = {
 }
 ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_GGUF_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # until April 2024
 
 
 class GGUFSource(WeightSource):
@@ -345,6 +346,9 @@ class GGUFSource(WeightSource):
                     found[tensor.name] = tensor
                 continue
             hf_name = _GGUF_NAMES.get(name, name)
+            if match := _GGUF_EXPERT.fullmatch(name):
+                layer, side, expert = match.groups()
+                hf_name = f"model.layers.{layer}.mlp.experts.{expert}.{side}_proj.weight"
             if part in blocks:
                 hf_name = f"model.layers.{layer}.{blocks[part]}.{kind}"
             num_heads = permuted.get(part, 0)
