@@ -241,7 +241,7 @@ def test_a_request_has_the_same_bits_alone_and_among_others(
     kind: Any, reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reference.config, "num_experts_per_tok", 2)
-    path = write_as_gguf(reference, tmp_path / "model.gguf", lambda name: kind)  # the router too
+    path = write_as_gguf(reference, tmp_path / "model.gguf", kind)
     generator = torch.Generator().manual_seed(3)
     watched, *others = torch.randint(0, 256, (12, 40), generator=generator).tolist()
     params = SamplingParams(max_tokens=6, ignore_eos=True)
