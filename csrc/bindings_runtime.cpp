@@ -13,7 +13,35 @@ namespace nb = nanobind;
 
 namespace minisgl {
 
+namespace {
+
+// What an array's __array_struct__ holds: https://numpy.org/doc/stable/reference/arrays.interface.html
+struct ArrayInterface {
+  int two, nd;
+  char kind;
+  int itemsize, flags;
+  Py_intptr_t *shape, *strides;
+  void* data;
+  PyObject* descr;
+};
+constexpr int kContiguous = 1, kAligned = 0x100, kNotSwapped = 0x200;
+
+// Where a contiguous vector of signed integers of `itemsize` bytes lies; 0 for any other array.
+// Twenty times as fast as the same look from Python, which a step takes four times.
+uintptr_t vector_address(nb::handle array_struct, int itemsize) {
+  if (!PyCapsule_IsValid(array_struct.ptr(), nullptr)) throw nb::type_error("not an array's struct");
+  const auto& array =
+      *static_cast<const ArrayInterface*>(PyCapsule_GetPointer(array_struct.ptr(), nullptr));
+  constexpr int kPlain = kContiguous | kAligned | kNotSwapped;
+  const bool is_vector = array.two == 2 && array.nd == 1 && (array.flags & kPlain) == kPlain;
+  if (!is_vector || array.kind != 'i' || array.itemsize != itemsize) return 0;
+  return reinterpret_cast<uintptr_t>(array.data);
+}
+
+}  // namespace
+
 void bind_runtime(nb::module_& m) {
+  m.def("vector_address", &vector_address);
   m.def("available_isas", [] {
     std::vector<std::string> names;
     for (int i = 0; i < kNumIsas; ++i) {

@@ -27,7 +27,6 @@ KV_KINDS = {
     torch.int8: 3,
     torch.int16: 4,
 }
-INT32 = np.dtype(np.int32).str
 INT_BYTES = 4
 
 
@@ -155,10 +154,9 @@ class PagedBatch:
 
 def _address(name: str, x: np.ndarray) -> int:
     """The address of a contiguous int32 array."""
-    face = x.__array_interface__  # everything in one look, which costs less than four
-    if face["typestr"] != INT32 or face["strides"] is not None:
+    address: int = native.load().vector_address(x.__array_struct__, INT_BYTES)
+    if not address:
         raise TypeError(f"{name} must be a contiguous int32 array, not {x.dtype}")
-    address: int = face["data"][0]
     return address
 
 

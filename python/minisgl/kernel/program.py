@@ -23,7 +23,6 @@ from .native_attention import KVTensors, PagedBatch
 from .native_ops import ACTIVATIONS
 
 Ints = torch.Tensor | np.ndarray
-TYPE_NAMES = {torch.int32: np.dtype(np.int32).str, torch.int64: np.dtype(np.int64).str}
 GROUP = 32  # columns that share a scale
 LOGITS = -1  # the native name of the caller's logits
 
@@ -335,10 +334,9 @@ def _ints(
 ) -> tuple[Ints, int, int]:
     """`values` as a contiguous vector of `dtype` on the CPU, its length and its address."""
     if isinstance(values, np.ndarray):
-        face = values.__array_interface__  # everything in one look
-        if face["typestr"] == TYPE_NAMES[dtype] and face["strides"] is None:
-            if face["shape"] == (len(values) if size is None else size,):
-                return values, len(values), face["data"][0]
+        address = load().vector_address(values.__array_struct__, dtype.itemsize)
+        if address and size in (None, len(values)):
+            return values, len(values), address
         values = torch.from_numpy(values)
     if not isinstance(values, torch.Tensor) or values.device.type != "cpu":
         raise TypeError(f"{name} must be a tensor on the CPU")
