@@ -52,6 +52,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "many experts": {  # that all work, more than one parallel region takes
+        "model_type": "qwen3_moe",
+        "num_experts": 70,
+        "num_experts_per_tok": 70,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 1,
+    },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 64},
     "longrope": {
         "model_type": "phi3",
