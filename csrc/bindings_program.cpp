@@ -125,11 +125,11 @@ std::vector<MatrixRef> matrices(const std::vector<MatrixTuple>& tuples) {
 }
 
 // Of each expert: gate and up, and down.
-using ExpertTuple = std::tuple<std::vector<MatrixTuple>, MatrixTuple>;
+using ExpertTuple = std::tuple<std::vector<MatrixTuple>, std::vector<MatrixTuple>>;
 
 std::vector<ExpertMatrices> experts(const std::vector<ExpertTuple>& tuples) {
   std::vector<ExpertMatrices> found;
-  for (const auto& [gate_up, down] : tuples) found.push_back({matrices(gate_up), matrix(down)});
+  for (const auto& [gate_up, down] : tuples) found.push_back({matrices(gate_up), matrices(down)});
   return found;
 }
 

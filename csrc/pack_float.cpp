@@ -27,12 +27,19 @@ uint8_t round_code(float value, int highest) {
   return static_cast<uint8_t>(code);
 }
 
+// Where a value is not finite the scale is NaN, which spoils the group, visibly.
+bool all_finite(const float* x, int count) {
+  float sum = 0;
+  for (int i = 0; i < count; ++i) sum += x[i] * 0.0f;
+  return sum == 0;
+}
+
 // Codes are computed from the scale as stored, so that its own rounding does not add up with
 // theirs. Groups whose values do not fit into fp16 become infinite, as a plain fp16 cast would.
 void encode_q8(const float* x, int count, RowGroup* out) {
   float amax = 0;
   for (int i = 0; i < count; ++i) amax = std::fmax(amax, std::fabs(x[i]));
-  const float scale = half_to_float(float_to_half(amax / 127.0f));
+  const float scale = all_finite(x, count) ? half_to_float(float_to_half(amax / 127.0f)) : NAN;
   out->scale[0] = scale;
   const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
   std::memset(out->code, 128, kGroup);
@@ -82,7 +89,7 @@ void encode_q4m(const float* x, int count, RowGroup* out) {
     low = x[i] < low ? x[i] : low;
     high = x[i] > high ? x[i] : high;
   }
-  const float range = high - low;
+  const float range = all_finite(x, count) ? high - low : NAN;
   const PaddedGroup group(x, count);
   constexpr float kClips[] = {0.0f, 0.025f, 0.05f, 0.08f};
   float best = INFINITY;

@@ -49,9 +49,9 @@ struct GatedWeights {
   static GatedWeights of(const std::vector<MatrixRef>& gate_up, int64_t inner);
 };
 
+// Parts lie on top of each other.
 struct ExpertMatrices {
-  std::vector<MatrixRef> gate_up;
-  MatrixRef down;
+  std::vector<MatrixRef> gate_up, down;
 };
 
 // Everything a run needs; checked by run(). Requests as in AttentionBatch.
@@ -131,7 +131,7 @@ class Program {
   void gated_mlp(int x, const std::vector<MatrixRef>& gate_up, Activation kind,
                  const MatrixRef& down, int out);
   // For each token the weighted sum of top_k experts, chosen by the router's logits `gating`, one for
-  // each expert (experts.h). All matrices are packed, or all are floats.
+  // each expert (experts.h). A matrix may be packed or of floats.
   void experts(int x, int gating, const std::vector<ExpertMatrices>& matrices, Activation kind,
                int64_t top_k, bool renormalize, int out);
   // Norms (if asked to) and rotates q and k, stores k and v, attends; overwrites q inside qkv.

@@ -12,9 +12,10 @@ namespace {
 [[noreturn]] void fail(const char* what) { throw std::invalid_argument(what); }
 
 struct Expert {
-  GatedWeights gated;  // if packed
-  std::vector<MatrixRef> gate_up;
-  MatrixRef down;
+  bool is_gated;       // all of it is packed, and what is inside goes from gate and up to down in 8 bits
+  GatedWeights gated;  // if so
+  std::vector<MatrixRef> gate_up, down;
+  int64_t inner;
 };
 
 // The places of one expert.
@@ -64,52 +65,69 @@ void quantize_shares(const std::vector<Share>& shares, const Routing& routing, c
   for (size_t i = 0; i < shares.size(); ++i) (*inputs)[i]->relate_scales();
 }
 
-void run_packed(const std::vector<Share>& shares, const float* x, int64_t columns, GateFn combine,
-                int64_t width, ExpertScratch* scratch) {
-  scratch->inputs.resize(std::max(scratch->inputs.size(), shares.size()));
-  scratch->hidden.resize(scratch->inputs.size());
-  quantize_shares(shares, scratch->routing, x, columns, &scratch->inputs);
+bool any_packed(const std::vector<MatrixRef>& parts) {
+  return std::any_of(parts.begin(), parts.end(), [](const MatrixRef& part) { return part.packed; });
+}
+
+// out = parts . x, for rows of floats or, where a part is packed, the same rows in 8 bits.
+void multiply(const std::vector<MatrixRef>& parts, const Activations* quantized, const float* x,
+              int64_t x_stride, int64_t rows, float* out, int64_t out_stride) {
+  for (const MatrixRef& part : parts) {
+    if (part.packed) {
+      const PackedJob job{quantized, part.view, out, out_stride};
+      matmul_packed(&job, 1);
+    } else {
+      matmul_float(part.kind, {part.data, part.stride, x, x_stride, out, out_stride,
+                               part.view.rows, rows, part.view.columns});
+    }
+    out += part.view.rows;
+  }
+}
+
+// All products of all experts in two parallel regions.
+void run_gated(const std::vector<Share>& shares, GateFn combine, int64_t width,
+               ExpertScratch* scratch) {
   std::vector<GatedJob> gated;
   std::vector<PackedJob> down;
   for (size_t i = 0; i < shares.size(); ++i) {
     const Expert& expert = *shares[i].expert;
-    Activations* hidden = reuse(scratch->hidden[i], shares[i].count, expert.down.view.columns);
+    Activations* hidden = reuse(scratch->hidden[i], shares[i].count, expert.inner);
     gated.push_back({scratch->inputs[i].get(), expert.gated.gate, expert.gated.up, hidden});
     float* out = scratch->results.data() + shares[i].first * width;
-    down.push_back({hidden, expert.down.view, out, width});
+    for (const MatrixRef& part : expert.down) {
+      down.push_back({hidden, part.view, out, width});
+      out += part.view.rows;
+    }
   }
   matmul_gated(gated.data(), static_cast<int64_t>(gated.size()), combine);
   matmul_packed(down.data(), static_cast<int64_t>(down.size()));
 }
 
-void run_floats(const std::vector<Share>& shares, const float* x, int64_t columns, GateFn combine,
-                int64_t width, ExpertScratch* scratch) {
-  const auto num_places = scratch->routing.tokens.size();
-  const int64_t inner = shares.front().expert->down.view.columns;
-  scratch->gathered.resize(num_places * static_cast<size_t>(columns));
-  scratch->gates.resize(num_places * static_cast<size_t>(2 * inner));
-  for (size_t i = 0; i < num_places; ++i) {
-    std::memcpy(scratch->gathered.data() + i * static_cast<size_t>(columns),
-                x + scratch->routing.tokens[i] * columns, static_cast<size_t>(columns) * 4);
+// One expert step by step, whatever its matrices are; the same bits.
+void run_one(const Share& share, size_t i, const float* x, int64_t columns, GateFn combine,
+             int64_t width, ExpertScratch* scratch) {
+  const Expert& expert = *share.expert;
+  const int64_t inner = expert.inner;
+  scratch->gathered.resize(static_cast<size_t>(share.count * columns));
+  scratch->gates.resize(static_cast<size_t>(share.count * 2 * inner));
+  float *gathered = scratch->gathered.data(), *gates = scratch->gates.data();
+  for (int64_t row = 0; row < share.count; ++row) {
+    const int64_t token = scratch->routing.tokens[static_cast<size_t>(share.first + row)];
+    std::memcpy(gathered + row * columns, x + token * columns, static_cast<size_t>(columns) * 4);
   }
-  for (const Share& share : shares) {
-    const float* in = scratch->gathered.data() + share.first * columns;
-    float* gates = scratch->gates.data() + share.first * 2 * inner;
-    float* to = gates;
-    for (const MatrixRef& part : share.expert->gate_up) {
-      matmul_float(part.kind, {part.data, part.stride, in, columns, to, 2 * inner, part.view.rows,
-                               share.count, columns});
-      to += part.view.rows;
-    }
-    for_rows(share.count, 6 * inner, [&](int64_t row) {
-      float* gate = gates + row * 2 * inner;
-      combine(gate, gate + inner, inner, gate);
-    });
-    const MatrixRef& down = share.expert->down;
-    matmul_float(down.kind, {down.data, down.stride, gates, 2 * inner,
-                             scratch->results.data() + share.first * width, width,
-                             down.view.rows, share.count, inner});
+  multiply(expert.gate_up, scratch->inputs[i].get(), gathered, columns, share.count, gates,
+           2 * inner);
+  for_rows(share.count, 6 * inner, [&](int64_t row) {
+    float* gate = gates + row * 2 * inner;
+    combine(gate, gate + inner, inner, gate);
+  });
+  Activations* hidden = nullptr;
+  if (any_packed(expert.down)) {
+    hidden = reuse(scratch->hidden[i], share.count, inner);
+    hidden->quantize(gates, 2 * inner);
   }
+  multiply(expert.down, hidden, gates, 2 * inner, share.count,
+           scratch->results.data() + share.first * width, width);
 }
 
 }  // namespace
@@ -140,36 +158,49 @@ void Program::experts(int x, int gating, const std::vector<ExpertMatrices>& matr
   }
   if (top_k < 1 || top_k > num_experts) fail("bad number of experts per token");
   if (x == out || x == gating || gating == out) fail("experts work in buffers of their own");
-  const bool packed = matrices.front().down.packed;
   std::vector<Expert> experts;
+  bool all_gated = true, any_quantized = false;
   for (const ExpertMatrices& each : matrices) {
-    const int64_t inner = each.down.view.columns;
-    int64_t inner_rows = 0;
+    if (each.down.empty()) fail("an expert without an end");
+    const int64_t inner = each.down.front().view.columns;
+    int64_t inner_rows = 0, out_rows = 0;
+    bool is_gated = inner % kGroup == 0 && each.gate_up.size() <= 2;
     for (const MatrixRef& part : each.gate_up) {
       if (part.view.columns != columns) fail("gate, up and input do not match");
-      if (part.packed != packed) fail("experts of floats and of packed matrices");
       inner_rows += part.view.rows;
+      is_gated &= part.packed && part.view.rows % inner == 0;
     }
-    if (each.down.packed != packed || each.down.view.rows != rows || inner_rows != 2 * inner ||
-        inner != matrices.front().down.view.columns) {
-      fail("bad end of an expert");
+    for (const MatrixRef& part : each.down) {
+      if (part.view.columns != inner) fail("bad end of an expert");
+      out_rows += part.view.rows;
+      is_gated &= part.packed;
     }
-    Expert expert{{}, each.gate_up, each.down};
-    if (packed) expert.gated = GatedWeights::of(each.gate_up, inner);
+    if (out_rows != rows || inner_rows != 2 * inner) fail("bad end of an expert");
+    Expert expert{is_gated, {}, each.gate_up, each.down, inner};
+    if (is_gated) expert.gated = GatedWeights::of(each.gate_up, inner);
     experts.push_back(std::move(expert));
+    all_gated &= is_gated;
+    any_quantized |= any_packed(each.gate_up);
   }
   const auto combine = elementwise_kernels().gate_mul[static_cast<int>(kind)];
-  std::shared_ptr<ExpertScratch>& scratch = expert_scratch_;
-  if (!scratch) scratch = std::make_shared<ExpertScratch>();
-  add_whole_step("experts", 0, [=, scratch = scratch](const Tile& tile) {
+  if (!expert_scratch_) expert_scratch_ = std::make_shared<ExpertScratch>();
+  const std::shared_ptr<ExpertScratch> scratch = expert_scratch_;
+  add_whole_step("experts", 0, [=](const Tile& tile) {
     scratch->routing.make(at(gating), tile.rows, num_experts, top_k, renormalize);
     const std::vector<Share> shares = shares_of(experts, scratch->routing);
     scratch->results.resize(static_cast<size_t>(tile.rows * top_k * rows));
-    const auto run = packed ? run_packed : run_floats;
-    run(shares, at(x), columns, combine, rows, scratch.get());
+    scratch->inputs.resize(std::max(scratch->inputs.size(), shares.size()));
+    scratch->hidden.resize(scratch->inputs.size());
+    if (any_quantized) {
+      quantize_shares(shares, scratch->routing, at(x), columns, &scratch->inputs);
+    }
+    if (all_gated) return run_gated(shares, combine, rows, scratch.get());
+    for (size_t i = 0; i < shares.size(); ++i) {
+      run_one(shares[i], i, at(x), columns, combine, rows, scratch.get());
+    }
   });
   const auto groups = (rows + kGroup - 1) / kGroup;
-  add_part_step("add", top_k * rows, groups, [=, scratch = scratch](const Tile&, const Part& part) {
+  add_part_step("add", top_k * rows, groups, [=](const Tile&, const Part& part) {
     const int64_t first = part.first_group * kGroup, end = std::min(part.end_group * kGroup, rows);
     for (int64_t row = part.begin; row < part.end; ++row) {
       float* sum = at(out, row);

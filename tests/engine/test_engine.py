@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from minisgl.core import Batch, Req, SamplingParams, get_global_ctx
 from minisgl.engine import Engine, EngineConfig, ForwardOutput
 from minisgl.engine.memory import choose_num_pages
 from minisgl.kernel import native
+from minisgl.models import ModelConfig
 from minisgl.params import ConfigError, ModelLoadError
 
 from tests.engine.conftest import MakeEngine
@@ -358,3 +360,42 @@ def test_shutdown_lets_go_of_model_and_pool(make_engine: MakeEngine) -> None:
 def test_the_rank_must_be_inside_its_group() -> None:
     with pytest.raises(ConfigError):
         EngineConfig("m", tp_info=DistributedInfo(2, 2))
+
+
+def on_ranks(size: int, **fields: Any) -> Any:
+    """What an engine of so many ranks knows before it loads a model."""
+    return SimpleNamespace(
+        tp_info=DistributedInfo(0, size), device=torch.device("cpu"), dtype=torch.float32, **fields
+    )
+
+
+@pytest.mark.parametrize("quant", ["q4", "q8"])
+def test_packing_on_several_ranks_is_refused_and_not_forgotten(quant: str) -> None:
+    config = EngineConfig("tiny", quant=quant)
+    with pytest.raises(ConfigError, match=rf"--quant\) {quant} runs on one rank only, not on 2"):
+        Engine._choose_pack(on_ranks(2, config=config))
+    assert Engine._choose_pack(on_ranks(2, config=EngineConfig("tiny"))) is None
+
+
+def test_ranks_must_divide_heads_and_rows() -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    sizes |= {"intermediate_size": 77, "num_hidden_layers": 2, "vocab_size": 100}
+    dense = ModelConfig.from_hf({"model_type": "llama", "max_position_embeddings": 64, **sizes})
+    moe = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    moe |= {"max_position_embeddings": 64, "moe_intermediate_size": 32}
+    for model, fault in (
+        (dense, "does not divide the 77 rows"),
+        (ModelConfig.from_hf({**sizes, **moe}), None),
+        (ModelConfig.from_hf({**sizes, **moe, "mlp_only_layers": [0]}), "the 77 rows"),
+        (ModelConfig.from_hf({**sizes, **moe, "moe_intermediate_size": 33}), "the 33 rows"),
+        (ModelConfig.from_hf({**sizes, **moe, "num_attention_heads": 6}), None),
+        (ModelConfig.from_hf({**sizes, **moe, "num_attention_heads": 5,
+                              "num_key_value_heads": 5}), "5 attention heads"),
+    ):  # fmt: skip
+        engine = on_ranks(2, model_config=model)
+        if fault is None:
+            Engine._check_ranks(engine)
+        else:
+            with pytest.raises(ConfigError, match=fault):
+                Engine._check_ranks(engine)
+        Engine._check_ranks(on_ranks(1, model_config=model))

@@ -19,8 +19,6 @@ from minisgl.core import Batch, Req, SamplingParams
 from minisgl.engine import Engine, EngineConfig
 from minisgl.kernel.program import Program
 from minisgl.llm import LLM
-from minisgl.quant import ExpertWeights
-from minisgl.quant.packed import PackedWeight
 
 from tests.engine.conftest import MakeEngine
 from tests.integer_kv import INTEGERS
@@ -157,17 +155,15 @@ def test_experts_are_steps_of_the_program(moe_engine: Engine, runs: list[int]) -
 def test_what_cannot_be_recorded_runs_by_layers_and_says_so_once(
     moe_engine: Engine, runs: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    experts = moe_engine.model.model.layers.op_list[1].mlp.experts
-    experts.down_proj = ExpertWeights(
-        [PackedWeight.from_float(matrix, 8) for matrix in experts.down_proj]
-    )
+    attention = moe_engine.model.model.layers.op_list[1].self_attn
+    attention.o_proj.weight = attention.o_proj.weight.double()
     batch = prefill_batch(moe_engine, [9])
     with caplog.at_level(logging.INFO):
         for _ in range(3):
             assert torch.equal(moe_engine.forward(batch), by_layers(moe_engine, batch))
     assert runs == []
     assert [r.getMessage() for r in caplog.records if "layer by layer" in r.getMessage()] == [
-        "forwards run layer by layer in Python: experts of floats and of packed matrices"
+        "forwards run layer by layer in Python: a weight is torch.float64 on cpu"
     ]
 
 

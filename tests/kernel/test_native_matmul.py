@@ -228,6 +228,18 @@ def test_floats_pack_with_the_error_of_their_bits(dtype, bits: int, limit: float
     assert torch.equal(packed.dequantize(), dense.dequantize())
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_spoils_its_row_and_no_other(bad: float, bits: int) -> None:
+    source = torch.randn(20, 72)
+    source[3, 5] = source[7, 71] = bad
+    rows = PackedWeight.from_float(source, bits).dequantize()
+    spoilt = ~rows.isfinite().all(1)
+    assert spoilt.nonzero().flatten().tolist() == [3, 7]
+    clean = PackedWeight.from_float(torch.where(source.isfinite(), source, 0.0), bits).dequantize()
+    assert torch.equal(rows[~spoilt], clean[~spoilt])
+
+
 def test_rows_look_up_an_embedding() -> None:
     weight = pack(Type.Q6_K, 50, 256)
     ids = torch.tensor([[0, 49], [7, 7]], dtype=torch.int32)

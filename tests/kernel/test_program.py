@@ -17,10 +17,10 @@ if not native.available():
 
 from minisgl.kernel import native_attention, native_ops
 from minisgl.kernel.native_attention import KV_KINDS, KVTensors, snapshot
-from minisgl.kernel.program import CannotRecord, Program, Recorder
+from minisgl.kernel.program import Program, Recorder
 from minisgl.kvcache import create_kvcache_pool
 from minisgl.models import ModelConfig, create_model, init_dummy_weights
-from minisgl.quant import ExpertWeights, StackedWeight
+from minisgl.quant import ExpertWeights, FloatWeight, StackedWeight
 from minisgl.quant.packed import PackedWeight
 from minisgl.utils import torch_dtype
 
@@ -418,9 +418,38 @@ def test_lengths_that_do_not_fit_raise() -> None:
         program.run(*given[:3], requests, given[4])
 
 
-def test_experts_of_floats_and_packed_ones_together_cannot_be_recorded() -> None:
-    model = make_model("q4", **MODELS["experts"])
+def as_parts(matrix: torch.Tensor, how: str) -> Any:
+    """A matrix as an expert may have it: floats of some type, packed, or one over the other."""
+    if how in ("float32", "bfloat16"):
+        return FloatWeight(matrix.to(getattr(torch, how)))
+    if how == "both":
+        return StackedWeight([as_parts(half, each) for half, each in
+                              zip(matrix.chunk(2), ("q8", "bfloat16"))])  # fmt: skip
+    return PackedWeight.from_float(matrix, int(how[1]))
+
+
+@pytest.mark.parametrize("inner", [32, 28])
+@pytest.mark.parametrize(("gate_up", "down"), [
+    ("q4", "bfloat16"), ("float32", "q8"), ("both", "q4"), ("q8", "both"), ("q4", "q4"),
+])  # fmt: skip
+def test_experts_may_have_floats_and_packed_matrices(gate_up: str, down: str, inner: int) -> None:
+    model = make_model(**{**MODELS["experts"], "moe_intermediate_size": inner})
     experts = model.model.layers.op_list[1].mlp.experts
-    experts.down_proj = torch.zeros(experts.down_proj.shape)
-    with pytest.raises(CannotRecord, match="experts of floats"):
-        record(model, make_pool(model))
+    for name, how in (("gate_up_proj", gate_up), ("down_proj", down)):
+        kinds = (how, how, "float32") if inner == 28 else (how,)  # an expert of its own kind
+        matrices = enumerate(getattr(experts, name))
+        parts = [as_parts(matrix, kinds[e % len(kinds)]) for e, matrix in matrices]
+        setattr(experts, name, ExpertWeights(parts))
+    table, tokens = make_table(5, 1), prompts(5, [40, 9, 1, 22, 30])
+    steps = [(r, 0, len(tokens[r])) for r in range(5)]
+    given = inputs(table, tokens, steps)
+    together = record(model, make_pool(model)).run(*given)
+    twin = Eager(make_pool(model), *given)
+    model.record(twin)
+    assert torch.equal(together, twin.result)
+    for r in range(5):
+        alone = record(model, make_pool(model))
+        for begin in range(0, len(tokens[r]), 7):
+            step = (r, begin, min(begin + 7, len(tokens[r])))
+            found = alone.run(*inputs(table, tokens, [step]))
+        assert torch.equal(found[0], together[r])

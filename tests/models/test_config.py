@@ -141,6 +141,9 @@ def test_a_sound_model_that_cannot_run_is_named(change: dict[str, Any], problem:
         {"model_type": "gemma3_text", "sliding_window": None},
         {"model_type": "gemma3_text", "query_pre_attn_scalar": 0},
         {"head_dim": True},
+        {"model_type": "mixtral", "mlp_only_layers": "all"},
+        {"model_type": "mixtral", "mlp_only_layers": 1},
+        {"model_type": "mixtral", "mlp_only_layers": [None]},
     ],
 )
 def test_absurd_numbers_are_refused(change: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from minisgl.core import SamplingParams
 from minisgl.kernel import native
@@ -25,6 +25,7 @@ from minisgl.models import (
 )
 from minisgl.models.packing import loaded_bytes
 from minisgl.models.sources import SourceTensor
+from minisgl.params import ModelLoadError
 from minisgl.quant import ExpertWeights, StackedWeight, Weight
 from minisgl.quant.packed import PackedWeight
 
@@ -260,3 +261,44 @@ def test_a_request_has_the_same_bits_alone_and_among_others(
         finally:
             llm.shutdown()
     assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
+
+
+def save_changed(folder: Path, to: Path, change: Any) -> Path:
+    """The model of `folder` with its stored tensors changed in place."""
+    to.mkdir()
+    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
+    stored = load_file(folder / "model.safetensors")
+    change(stored)
+    save_file(stored, to / "model.safetensors")
+    return to
+
+
+WRONG_EXPERTS: dict[str, tuple[Any, str]] = {
+    "one is missing": (
+        lambda stored: stored.pop(f"{EXPERTS}.3.up_proj.weight"),
+        f"missing {EXPERTS}.3.up_proj.weight",
+    ),
+    "rows that add up": (
+        lambda stored: stored.update({
+            f"{EXPERTS}.3.gate_proj.weight": torch.zeros(255, 256),
+            f"{EXPERTS}.3.up_proj.weight": torch.zeros(257, 256),
+        }),
+        rf"{EXPERTS}.3.gate_proj.weight must be \(256, 256\), the file has \(255, 256\)",
+    ),
+    "one too many": (
+        lambda stored: stored.update({
+            f"{EXPERTS}.{NUM_EXPERTS}.{name}_proj.weight": torch.zeros(256, 256)
+            for name in ("gate", "up", "down")
+        }),
+        "has 6 experts, the file 7",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_EXPERTS)
+def test_what_is_wrong_with_experts_is_named(case: str, folder: Path, tmp_path: Path) -> None:
+    change, fault = WRONG_EXPERTS[case]
+    path = save_changed(folder, tmp_path / "wrong", change)
+    for pack in (None, pack_stored):
+        with pytest.raises(ModelLoadError, match=fault):
+            load(path, pack)

@@ -185,10 +185,17 @@ def test_weights_that_are_no_floats_are_named(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         ({"model.norm.weight": None}, r"missing model\.norm\.weight"),
-        ({"model.layers.1.self_attn.k_proj.weight": None}, "qkv_proj.weight is incomplete"),
+        ({"model.layers.1.self_attn.k_proj.weight": None}, "missing model.layers.1.self_attn.k_proj.weight"),
         ({"model.layers.9.mlp.down_proj.weight": torch.ones(64, 96)}, "has no place for model"),
         ({"model.layers.0.mlp.down_proj.weight": torch.ones(64, 95)}, r"must be \(64, 96\)"),
         ({"model.layers.0.self_attn.v_proj.weight": torch.ones(16, 64)}, r"must be \(128, 64\)"),
+        (
+            {
+                "model.layers.0.mlp.gate_proj.weight": torch.ones(95, 64),
+                "model.layers.0.mlp.up_proj.weight": torch.ones(97, 64),
+            },
+            r"must be \(192, 64\), the file has .*gate_proj.weight \(95, 64\)",
+        ),
     ],
 )
 def test_wrong_weights_are_one_typed_error(

@@ -116,6 +116,13 @@ class Engine:
                 f"size (--tp-size) {size} does not fit the model's {heads} attention heads and "
                 f"{kv_heads} heads of K and V: choose a number that divides both"
             )
+        num_sparse = len(model.sparse_layers)
+        dense = model.intermediate_size if num_sparse < model.num_layers else 0
+        for inner in (dense, model.moe_intermediate_size if num_sparse else 0):
+            if inner % size:
+                raise ConfigError(
+                    f"size (--tp-size) {size} does not divide the {inner} rows of the model's MLPs"
+                )
 
     def _choose_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
         """How float weights, and K and V, are stored: as asked, else the checkpoint's type.
@@ -143,13 +150,16 @@ class Engine:
         if quant == AUTO:
             is_float32 = self.config.dtype not in (None, AUTO) and self.dtype is torch.float32
             quant = "none" if is_float32 else "stored"
-        if quant == "none" or self.device.type != "cpu" or self.tp_info.size > 1:
-            return None
-        if not native.available():
-            if quant in ("q4", "q8"):
-                raise ConfigError(
-                    f"quant (--quant) {quant} needs the native kernels, not built here"
-                )
+        lacking = None
+        if self.device.type != "cpu":
+            lacking = "runs on a CPU only"
+        elif self.tp_info.size > 1:
+            lacking = f"runs on one rank only, not on {self.tp_info.size} (--tp-size)"
+        elif not native.available():
+            lacking = "needs the native kernels, not built here"
+        if lacking is not None and quant in ("q4", "q8"):
+            raise ConfigError(f"quant (--quant) {quant} {lacking}")
+        if lacking is not None or quant == "none":
             return None
         return pack_stored if quant == "stored" else pack_floats(int(quant[1]))
 

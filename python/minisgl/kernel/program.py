@@ -132,29 +132,18 @@ class Recorder:
     ) -> Buffer:
         """The weighted sum of the `top_k` experts that the router's logits `gating` choose.
 
-        gate_up, down: of each expert the parts of its matrices. `CannotRecord` where an expert has
-        floats and packed matrices, or packed ones that do not fit groups.
+        gate_up, down: of each expert the parts of its matrices, from top to bottom.
         """
         matrices = [
             ([self._matrix(part) for part in parts], [self._matrix(part) for part in ends])
             for parts, ends in zip(gate_up, down, strict=True)
         ]
-        found = [matrix for parts, ends in matrices for matrix in (*parts, *ends)]
-        is_packed, inner = found[0][0], matrices[0][1][0][4]
-        if any(matrix[0] != is_packed for matrix in found):
-            raise CannotRecord("experts of floats and of packed matrices")
-        if any(len(ends) != 1 for _, ends in matrices):
-            raise CannotRecord("an expert ends in several matrices")
-        is_even = all(len(p) == 1 or [m[3] for m in p] == [inner, inner] for p, _ in matrices)
-        if is_packed and (inner % GROUP or not is_even):
-            raise CannotRecord(f"packed experts of {inner} rows")
-        native = [(parts, ends[0]) for parts, ends in matrices]
         kind = ACTIVATIONS[activation]
-        out = self._buffer(matrices[0][1][0][3])
+        out = self._buffer(sum(matrix[3] for matrix in matrices[0][1]))
         self._note(
             "experts",
             (x, gating, out),
-            lambda x, gating, out: (x, gating, native, kind, top_k, renormalize, out),
+            lambda x, gating, out: (x, gating, matrices, kind, top_k, renormalize, out),
         )
         return out
 

@@ -207,6 +207,8 @@ def _read_experts(read: Reader, num_layers: int) -> dict[str, Any]:
         raise ModelLoadError(f"config: {top_k} experts per token of only {num_experts}")
     step = read.size("decoder_sparse_step", 1)
     dense = read.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        raise ModelLoadError(f"config: mlp_only_layers must be a list of layers, got {dense!r}")
     return {
         "num_experts": num_experts,
         "num_experts_per_tok": top_k,

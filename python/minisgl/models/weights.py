@@ -59,11 +59,19 @@ class Slot:
     def check_complete(self) -> None:
         """`ModelLoadError` if a part is missing."""
         experts = 1 + max(expert for expert, _ in self.parts)
-        for expert in range(experts):
-            for place in range(self.num_places):
-                if (expert, place) not in self.parts:
-                    have = ", ".join(part.name for part in self.parts.values())
-                    raise _MismatchError(f"{self.name} is incomplete, only {have}")
+        wanted = [(expert, place) for expert in range(experts) for place in range(self.num_places)]
+        missing = [self._stored_name(*key) for key in wanted if key not in self.parts]
+        if missing:
+            raise _MismatchError(f"missing {_some(missing)}")
+
+    def _stored_name(self, expert: int, place: int) -> str:
+        """What a part is called."""
+        owner, _, kind = self.name.rpartition(".")
+        prefix, _, module = owner.rpartition(".")
+        if self.is_stacked:
+            prefix, module, kind = f"{owner}.{expert}", kind, "weight"
+        names = [name for name, merged in _MERGED.items() if merged == (module, place)]
+        return f"{prefix}.{(names or [module])[0]}.{kind}"
 
     @property
     def ordered(self) -> list[SourceTensor]:
@@ -286,10 +294,25 @@ def _some(names: list[str]) -> str:
 
 
 def _check_shape(slot: Slot, shape: tuple[int, ...]) -> None:
-    rows, *rest = (shape[0] * shape[1], *shape[2:]) if slot.is_stacked else shape
+    """The last two parts of a merged weight, k and v or gate and up, are alike."""
+    if slot.is_stacked:
+        return _check_experts(slot, shape)
+    rows, *rest = shape
     has_rest = all(part.shape and part.shape[1:] == tuple(rest) for part in slot.ordered)
-    if not has_rest or sum(part.shape[0] for part in slot.ordered) != rows:
+    is_even = slot.num_places < 2 or len({part.shape for part in slot.ordered[-2:]}) == 1
+    if not has_rest or not is_even or sum(part.shape[0] for part in slot.ordered) != rows:
         raise _wrong_shape(slot, shape)
+
+
+def _check_experts(slot: Slot, shape: tuple[int, ...]) -> None:
+    """Each part by itself: of two wrong ones the sum may be right."""
+    wanted = (shape[1] // slot.num_places, *shape[2:])
+    for part in slot.ordered:
+        if part.shape != wanted:
+            raise _MismatchError(f"{part.name} must be {wanted}, the file has {part.shape}")
+    num_experts = len(slot.ordered) // slot.num_places
+    if num_experts != shape[0]:
+        raise _MismatchError(f"{slot.name} has {shape[0]} experts, the file {num_experts}")
 
 
 def _wrong_shape(slot: Slot, shape: tuple[int, ...]) -> ModelLoadError:
