@@ -185,7 +185,10 @@ def test_weights_that_are_no_floats_are_named(tmp_path: Path) -> None:
     ("change", "problem"),
     [
         ({"model.norm.weight": None}, r"missing model\.norm\.weight"),
-        ({"model.layers.1.self_attn.k_proj.weight": None}, "missing model.layers.1.self_attn.k_proj.weight"),
+        (
+            {"model.layers.1.self_attn.k_proj.weight": None},
+            "missing model.layers.1.self_attn.k_proj.weight",
+        ),
         ({"model.layers.9.mlp.down_proj.weight": torch.ones(64, 96)}, "has no place for model"),
         ({"model.layers.0.mlp.down_proj.weight": torch.ones(64, 95)}, r"must be \(64, 96\)"),
         ({"model.layers.0.self_attn.v_proj.weight": torch.ones(16, 64)}, r"must be \(128, 64\)"),
