@@ -40,6 +40,11 @@ struct MatrixRef {
   int64_t stride;
 };
 
+// out = parts . x, the rows of all parts side by side. x: rows of floats, in 8 bits too (`quantized`)
+// where a part is packed; null if none is.
+void multiply(const std::vector<MatrixRef>& parts, const Activations* quantized, const float* x,
+              int64_t x_stride, int64_t tokens, float* out, int64_t out_stride);
+
 // Gate and up of an MLP, which may lie on top of each other in one matrix; both packed, with a
 // multiple of 32 rows.
 struct GatedWeights {

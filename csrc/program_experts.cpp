@@ -12,8 +12,7 @@ namespace {
 [[noreturn]] void fail(const char* what) { throw std::invalid_argument(what); }
 
 struct Expert {
-  bool is_gated;       // all of it is packed, and what is inside goes from gate and up to down in 8 bits
-  GatedWeights gated;  // if so
+  GatedWeights gated;  // if all of it is packed: what is inside goes on in 8 bits
   std::vector<MatrixRef> gate_up, down;
   int64_t inner;
 };
@@ -69,21 +68,6 @@ bool any_packed(const std::vector<MatrixRef>& parts) {
   return std::any_of(parts.begin(), parts.end(), [](const MatrixRef& part) { return part.packed; });
 }
 
-// out = parts . x, for rows of floats or, where a part is packed, the same rows in 8 bits.
-void multiply(const std::vector<MatrixRef>& parts, const Activations* quantized, const float* x,
-              int64_t x_stride, int64_t rows, float* out, int64_t out_stride) {
-  for (const MatrixRef& part : parts) {
-    if (part.packed) {
-      const PackedJob job{quantized, part.view, out, out_stride};
-      matmul_packed(&job, 1);
-    } else {
-      matmul_float(part.kind, {part.data, part.stride, x, x_stride, out, out_stride,
-                               part.view.rows, rows, part.view.columns});
-    }
-    out += part.view.rows;
-  }
-}
-
 // All products of all experts in two parallel regions.
 void run_gated(const std::vector<Share>& shares, GateFn combine, int64_t width,
                ExpertScratch* scratch) {
@@ -132,24 +116,6 @@ void run_one(const Share& share, size_t i, const float* x, int64_t columns, Gate
 
 }  // namespace
 
-GatedWeights GatedWeights::of(const std::vector<MatrixRef>& gate_up, int64_t inner) {
-  std::vector<PackedView> halves;
-  int64_t rows = 0;
-  for (const MatrixRef& part : gate_up) {
-    if (!part.packed) fail("gate and up are not packed");
-    rows += part.view.rows;
-    PackedView half = part.view;
-    if (gate_up.size() == 1) half.rows = inner;
-    halves.push_back(half);
-    half.data += inner / kPanelRows * half.panel_bytes();
-    if (gate_up.size() == 1) halves.push_back(half);
-  }
-  if (halves.size() != 2 || rows != 2 * inner || inner % kGroup != 0 || halves[0].rows != inner) {
-    fail("gate and up do not match what comes after them");
-  }
-  return {halves[0], halves[1]};
-}
-
 void Program::experts(int x, int gating, const std::vector<ExpertMatrices>& matrices,
                       Activation kind, int64_t top_k, bool renormalize, int out) {
   const int64_t columns = width(x), num_experts = width(gating), rows = width(out);
@@ -176,7 +142,7 @@ void Program::experts(int x, int gating, const std::vector<ExpertMatrices>& matr
       is_gated &= part.packed;
     }
     if (out_rows != rows || inner_rows != 2 * inner) fail("bad end of an expert");
-    Expert expert{is_gated, {}, each.gate_up, each.down, inner};
+    Expert expert{{}, each.gate_up, each.down, inner};
     if (is_gated) expert.gated = GatedWeights::of(each.gate_up, inner);
     experts.push_back(std::move(expert));
     all_gated &= is_gated;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #include "half.h"
 #include "pack.h"
@@ -34,6 +35,42 @@ int64_t num_groups(int64_t columns) { return (columns + kGroup - 1) / kGroup; }
 int64_t float_bytes(FloatKind kind) { return kind == FloatKind::kFloat32 ? 4 : 2; }
 
 }  // namespace
+
+void multiply(const std::vector<MatrixRef>& parts, const Activations* quantized, const float* x,
+              int64_t x_stride, int64_t tokens, float* out, int64_t out_stride) {
+  constexpr int64_t kMostJobs = 8;  // in one parallel region
+  PackedJob jobs[kMostJobs];
+  int64_t num_jobs = 0;
+  for (const MatrixRef& part : parts) {
+    if (part.packed) {
+      if (num_jobs == kMostJobs) matmul_packed(jobs, std::exchange(num_jobs, 0));
+      jobs[num_jobs++] = {quantized, part.view, out, out_stride};
+    } else {
+      matmul_float(part.kind, {part.data, part.stride, x, x_stride, out, out_stride,
+                               part.view.rows, tokens, part.view.columns});
+    }
+    out += part.view.rows;
+  }
+  matmul_packed(jobs, num_jobs);
+}
+
+GatedWeights GatedWeights::of(const std::vector<MatrixRef>& gate_up, int64_t inner) {
+  std::vector<PackedView> halves;
+  int64_t rows = 0;
+  for (const MatrixRef& part : gate_up) {
+    if (!part.packed) fail("gate and up are not packed");
+    rows += part.view.rows;
+    PackedView half = part.view;
+    if (gate_up.size() == 1) half.rows = inner;
+    halves.push_back(half);
+    half.data += inner / kPanelRows * half.panel_bytes();
+    if (gate_up.size() == 1) halves.push_back(half);
+  }
+  if (halves.size() != 2 || rows != 2 * inner || inner % kGroup != 0 || halves[0].rows != inner) {
+    fail("gate and up do not match what comes after them");
+  }
+  return {halves[0], halves[1]};
+}
 
 int Program::add_buffer(int64_t width) {
   if (width < 1 || width >= int64_t{1} << 31) fail("bad width of a buffer");
@@ -149,23 +186,12 @@ void Program::linear(int x, const std::vector<MatrixRef>& parts, int out) {
   }
   Quantized input;
   if (any_packed) input = quantize(x);
-  std::vector<PackedJob> jobs(parts.size());  // memory to fill at each run
-  add_whole_step(out == kLogits ? "head" : "linear", bytes, [=](const Tile& tile) mutable {
+  add_whole_step(out == kLogits ? "head" : "linear", bytes, [=](const Tile& tile) {
+    const Activations* quantized = input ? input->get() : nullptr;
+    if (input) (*input)->relate_scales();
     float* to = out == kLogits ? tile.logits : at(out);
     const int64_t stride = out == kLogits ? logits_stride_ : rows;
-    int64_t num_jobs = 0;
-    for (const MatrixRef& part : parts) {
-      if (part.packed) {
-        jobs[num_jobs++] = {input->get(), part.view, to, stride};
-      } else {
-        matmul_float(part.kind, {part.data, part.stride, at(x), columns, to, stride,
-                                 part.view.rows, tile.rows, columns});
-      }
-      to += part.view.rows;
-    }
-    if (num_jobs == 0) return;
-    (*input)->relate_scales();
-    matmul_packed(jobs.data(), num_jobs);
+    multiply(parts, quantized, at(x), columns, tile.rows, to, stride);
   });
 }
 

@@ -428,6 +428,19 @@ def as_parts(matrix: torch.Tensor, how: str) -> Any:
     return PackedWeight.from_float(matrix, int(how[1]))
 
 
+def test_a_product_may_have_many_parts_of_any_kind() -> None:
+    model = make_model()
+    attention = model.model.layers.op_list[1].self_attn
+    rows, kinds = attention.o_proj.weight.split(4), ("q8", "q4", "q8", "float32")
+    parts = [as_parts(part, kinds[i % len(kinds)]) for i, part in enumerate(rows)]
+    assert len(parts) == 16  # more packed ones than go into one parallel region
+    attention.o_proj.weight = StackedWeight(parts)
+    given = inputs(make_table(1, 1), prompts(1, [9]), [(0, 0, 9)])
+    twin = Eager(make_pool(model), *given)
+    model.record(twin)
+    assert torch.equal(record(model, make_pool(model)).run(*given), twin.result)
+
+
 @pytest.mark.parametrize("inner", [32, 28])
 @pytest.mark.parametrize(("gate_up", "down"), [
     ("q4", "bfloat16"), ("float32", "q8"), ("both", "q4"), ("q8", "both"), ("q4", "q4"),
