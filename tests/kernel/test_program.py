@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -401,6 +402,30 @@ def test_wrong_inputs_raise_and_write_nothing(change: dict[str, Any], error: Any
     with pytest.raises(error):
         program.run(*given.values(), out)
     assert not pool._kv_buffer.any()
+
+
+@pytest.mark.parametrize("how", ["int64", "uint8", "apart", "backwards"])
+def test_arrays_of_other_integers_are_taken_for_what_they_say(how: str) -> None:
+    model = make_model()
+    program = record(model, make_pool(model))
+    ids, positions, *rest = inputs(make_table(1, 1), prompts(1, [9]), [(0, 0, 9)])
+    expected = program.run(ids, positions, *rest).clone()
+
+    def other(ints: torch.Tensor) -> np.ndarray:
+        values = ints.numpy()
+        if how == "apart":
+            return np.repeat(values, 2)[::2]
+        return values[::-1].copy()[::-1] if how == "backwards" else values.astype(how)
+
+    if how == "backwards":  # torch has no negative strides
+        with pytest.raises(ValueError, match="negative"):
+            program.run(other(ids), positions, *rest)
+        return
+    positions = other(positions)
+    ids = np.minimum(other(ids), 255) if how == "uint8" else other(ids)
+    if how == "uint8":
+        expected = program.run(torch.from_numpy(ids.astype(np.int32)), positions, *rest).clone()
+    assert torch.equal(program.run(ids, positions, *rest), expected)
 
 
 def test_lengths_that_do_not_fit_raise() -> None:
