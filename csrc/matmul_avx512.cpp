@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "matmul_body.h"
+#include "matmul_avx512_pipeline.h"
 #include "matmul_float_body.h"
 
 namespace minisgl {
@@ -111,6 +112,64 @@ struct Avx512 {
   }
 };
 
+// Two panels times a tile of tokens, group by group (matmul_avx512_pipeline.h).
+template <class T>
+void run_pipeline(const PanelTask& task, int64_t first) {
+  using V = Avx512;
+  constexpr bool kFloats = !T::kHasUnit;
+  static_assert(kFloats ? T::kBits == 8 && !T::kHasMin && T::kShift == 0 : T::kBits == 4);
+  const Units<V, 2> units(task, first);
+  const ActivationTile& x = task.x;
+  PipelineSums sums;
+  alignas(64) float unit[2 * kPanelRows];
+  typename V::Int scale[2];  // where they do not lie in the block as they are needed
+  GroupStep step;
+  step.sums = &sums;
+  step.weight_unit = unit;
+  step.out = task.out + units.row[0];
+  step.out_stride = task.out_stride * static_cast<int64_t>(sizeof(float));
+  step.tokens = x.stride;
+  if constexpr (T::kHasUnit) {
+    for (int p = 0; p < 2; ++p) V::store(unit + p * kPanelRows, units.template unit<T>(task, p));
+  }
+  const int64_t asked = tokens_per_group(task);
+  for (int64_t g = 0; g < task.groups; ++g) {
+    const int64_t offset = g * T::kInfo.block_bytes(), at = g * x.stride;
+    prefetch_blocks<V, T, 2>(task, units, offset);
+    prefetch_output<V, 2>(task, units, g, asked);
+    for (int p = 0; p < 2; ++p) {
+      step.codes[p] = units.panel[p] + offset;
+      const uint8_t* scales = step.codes[p] + T::kInfo.code_bytes();
+      if constexpr (kFloats) scale[p] = _mm512_castps_si512(V::load_half(scales));
+      if constexpr (!kFloats && !T::kHasMin) scale[p] = V::load_low16(scales);
+      step.scales[p] = T::kHasMin ? static_cast<const void*>(scales) : scale + p;
+    }
+    step.x = x.codes + at * kGroup;
+    step.start = (kFloats ? x.minus_sum[T::kSum] : x.start) + at;
+    step.factor = kFloats ? static_cast<const void*>(x.scale + at) : x.factor + at;
+    step.unit = x.unit + g / kSpan * x.stride;
+    const bool is_end = g == task.groups - 1, is_first = g < (kFloats ? 1 : kSpan);
+    group_fn<kFloats>(g % kSpan == 0, g % kSpan == kSpan - 1 || is_end, is_first, is_end)(step);
+  }
+}
+
+template <Format kFormat>
+void run_panels_pipelined(const PanelTask& task) {
+  int64_t first = 0;
+  if (task.x.stride >= kPipelineTokens) {
+    for (; (first + 2) * kPanelRows <= task.rows; first += 2) {
+      run_pipeline<Traits<kFormat>>(task, first);
+    }
+    if (first == task.panels) return;
+  }
+  PanelTask rest = task;
+  rest.weight += first * task.panel_bytes;
+  rest.panels -= first;
+  rest.rows -= first * kPanelRows;
+  rest.out += first * kPanelRows;
+  run_panels<Avx512, kFormat>(rest);
+}
+
 struct FloatAvx512 {
   static constexpr int kRows = 4, kTokens = 6;
   using Vec = __m512;
@@ -142,6 +201,9 @@ const MatmulKernels& matmul_kernels_avx512() {
   static const MatmulKernels kernels = [] {
     MatmulKernels k{};
     fill_packed<Avx512>(&k);
+    k.packed[static_cast<int>(Format::kQ4)] = run_panels_pipelined<Format::kQ4>;
+    k.packed[static_cast<int>(Format::kQ4m)] = run_panels_pipelined<Format::kQ4m>;
+    k.packed[static_cast<int>(Format::kQ8)] = run_panels_pipelined<Format::kQ8>;
     fill_float<FloatAvx512>(&k);
     return k;
   }();

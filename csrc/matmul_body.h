@@ -281,11 +281,15 @@ MINISGL_INLINE void run_step(const Block<V, T> (&block)[P], const ActivationTile
 }
 
 // The rows of the output come from far away and are written all at once in the end: each group asks
-// for its share of them. All of them at the start would keep what the first group reads waiting.
+// for those of some tokens. All of them at the start would keep what the first group reads waiting.
+MINISGL_INLINE int64_t tokens_per_group(const PanelTask& task) {
+  return (task.x.stride + task.groups - 1) / task.groups;
+}
 template <class V, int P>
-MINISGL_INLINE void prefetch_output(const PanelTask& task, const Units<V, P>& units, int64_t g) {
-  const int64_t tokens = task.x.stride, end = tokens * (g + 1) / task.groups;
-  for (int64_t t = tokens * g / task.groups; t < end; ++t) {
+MINISGL_INLINE void prefetch_output(const PanelTask& task, const Units<V, P>& units, int64_t g,
+                                    int64_t tokens) {
+  const int64_t begin = g * tokens, end = begin + tokens;
+  for (int64_t t = begin; t < end && t < task.x.stride; ++t) {
     const float* out = task.out + t * task.out_stride;
     for (int p = 0; p < P; p += kLine / (4 * V::kLanes)) __builtin_prefetch(out + units.row[p], 1);
   }
@@ -305,10 +309,11 @@ void run_many(const PanelTask& task, int64_t first) {
     V::store(sums.all + i * V::kLanes, V::zero_float());
     if constexpr (T::kHasUnit) V::store(sums.span + i * V::kLanes, V::zero());
   }
+  const int64_t asked = tokens_per_group(task);
   for (int64_t g = 0; g < task.groups; ++g) {
     Block<V, T> block[P];
     load_blocks<V, T, P>(task, units, g, block);
-    prefetch_output<V, P>(task, units, g);
+    prefetch_output<V, P>(task, units, g, asked);
     if (!T::kHasUnit || (g % kSpan != kSpan - 1 && g != task.groups - 1)) {
       for (int64_t t = 0; t < tokens; t += U) run_step<V, T, P, U, false>(block, x, g, t, &sums);
     } else {

@@ -83,30 +83,35 @@ def value_of(work: Work, answer: dict[str, Any]) -> float:
 class ModelFacts:
     """What a forward has to read and to compute.
 
-    weight_bytes: all matrices as stored. layer_ops, head_ops: 8-bit operations (a multiplication
-    and an addition are two) per token in the layers and in the head. kv_bytes: K and V per token of
-    context, at 16 bits.
+    weight_bytes: all matrices as stored. layer_ops, head_ops: operations (a multiplication and an
+    addition are two) per token in the matrices of the layers and of the head. kv_bytes: K and V per
+    token of context, at 16 bits. attention_ops: operations per token and token of its context, as
+    in the model FLOPs of PaLM (Chowdhery et al. 2022, appendix B), but only for what a token sees.
     """
 
     weight_bytes: int
     layer_ops: int
     head_ops: int
     kv_bytes: int
+    attention_ops: int
 
 
 def ceiling_of(work: Work, facts: ModelFacts, read: float, multiply: float) -> float | None:
     """Tokens/s that memory (bytes/s) and 8-bit arithmetic (ops/s) would allow; None if unknown.
 
-    The slower of reading everything once per forward and computing it.
+    The slower of reading everything once per forward and computing all of it with 8 bits, though
+    attention may take more.
     """
     job = work.job
     if job["work"] == "decode":
         tokens, heads = job["streams"], job["streams"]
-        kv = job["streams"] * (job["context"] + job["steps"] / 2) * facts.kv_bytes
+        in_pool = seen = job["streams"] * (job["context"] + job["steps"] / 2)
     elif job["work"] == "prefill":
-        tokens, heads, kv = job["context"], 1, job["context"] * facts.kv_bytes
+        tokens, heads, in_pool = job["context"], 1, job["context"]
+        seen = tokens * (tokens + 1) / 2
     else:
         return None
-    reading = (facts.weight_bytes + kv) / read
-    computing = (tokens * facts.layer_ops + heads * facts.head_ops) / multiply
+    reading = (facts.weight_bytes + in_pool * facts.kv_bytes) / read
+    products = tokens * facts.layer_ops + heads * facts.head_ops
+    computing = (products + seen * facts.attention_ops) / multiply
     return float(tokens / max(reading, computing))

@@ -72,10 +72,13 @@ def test_only_peers_far_behind_are_left_out_of_further_rounds() -> None:
 
 
 def test_the_ceiling_is_the_slower_of_reading_and_computing() -> None:
-    facts = ModelFacts(weight_bytes=100, layer_ops=10, head_ops=5, kv_bytes=1)
-    # Two streams of 12 tokens of context on average: 124 bytes, 30 operations.
+    facts = ModelFacts(weight_bytes=100, layer_ops=10, head_ops=5, kv_bytes=1, attention_ops=2)
+    # Two streams of 12 tokens of context on average: 124 bytes, 30 operations and 48 of attention.
     assert works.ceiling_of(FAST, facts, read=124.0, multiply=1e9) == 2.0
-    assert works.ceiling_of(FAST, facts, read=1e9, multiply=15.0) == 1.0
+    assert works.ceiling_of(FAST, facts, read=1e9, multiply=39.0) == 1.0
+    # A prompt of 4 tokens, which see 1 + 2 + 3 + 4: 40 operations, 5 of one head, 20 of attention.
+    prompt = Work("prompt", "", {"work": "prefill", "context": 4, "repeats": 1}, 1.0, 1.0)
+    assert works.ceiling_of(prompt, facts, read=1e9, multiply=65.0) == 4.0
     assert works.ceiling_of(MEMORY, facts, 1.0, 1.0) is None
 
 
