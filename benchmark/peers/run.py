@@ -300,7 +300,10 @@ def facts_of(path: Path) -> ModelFacts:
         else:
             layer_ops += count
         weight_bytes += tensor.data.nbytes
-    kv_bytes, attention_ops = 2 * 2 * layers * kv_heads * head_dim, 2 * 2 * layers * heads * head_dim
+    kv_bytes, attention_ops = (
+        2 * 2 * layers * kv_heads * head_dim,
+        2 * 2 * layers * heads * head_dim,
+    )
     return ModelFacts(weight_bytes, layer_ops, head_ops, kv_bytes, attention_ops)
 
 
