@@ -194,7 +194,7 @@ void bind_program(nb::module_& m) {
   m.def("penalize", &penalize);
   m.def("route", &route_rows);
   nb::class_<Program>(m, "Program")
-      .def(nb::init<int64_t, int64_t, int64_t>())
+      .def(nb::init<int64_t, int64_t, int64_t, int64_t>())
       .def_prop_ro("num_steps", &Program::num_steps)
       .def("add_buffer", &Program::add_buffer)
       .def("embed", [](Program& p, const MatrixTuple& weight, float scale, int out) {

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace minisgl {
@@ -40,9 +41,32 @@ struct alignas(64) Queue {
 std::atomic<int64_t> g_spin_us{1000};
 std::atomic<int> g_num_threads{1};
 
+// What idle workers do. Apart from the pool, which comes and goes with the number of threads.
+struct Idle {
+  std::mutex mutex;  // held for a step
+  std::shared_ptr<IdleWork> work;
+  std::atomic<bool> wanted{false};
+
+  void set(std::shared_ptr<IdleWork> next) {
+    std::lock_guard<std::mutex> lock(mutex);
+    work.swap(next);
+    wanted.store(work != nullptr);
+  }
+
+  // Whether there may be more to do.
+  bool step() {
+    if (!wanted.load(std::memory_order_relaxed)) return false;
+    std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+    if (!lock || !work) return false;
+    if (!work->step()) wanted.store(false);
+    return true;
+  }
+};
+
 class Pool {
  public:
-  explicit Pool(int num_threads) : queues_(static_cast<size_t>(num_threads)) {
+  Pool(int num_threads, Idle* idle)
+      : queues_(static_cast<size_t>(num_threads)), idle_(idle) {
     try {
       for (int i = 1; i < num_threads; ++i) workers_.emplace_back([this, i] { work(i); });
     } catch (const std::system_error&) {
@@ -120,10 +144,13 @@ class Pool {
   void work(int self) {
     using Clock = std::chrono::steady_clock;
     while (!stopping_.load(std::memory_order_relaxed)) {
-      const auto limit = Clock::now() + std::chrono::microseconds(g_spin_us.load());
+      const auto spin = std::chrono::microseconds(g_spin_us.load());
+      auto limit = Clock::now() + spin;
       bool worked = false;
       while (!worked && Clock::now() < limit) {
-        for (int i = 0; i < 64 && !worked; ++i) {
+        const bool stepped = idle_->step();
+        if (stepped) limit = Clock::now() + spin;
+        for (int i = 0; i < (stepped ? 1 : 64) && !worked; ++i) {
           worked = take_all(static_cast<size_t>(self));
           relax();
         }
@@ -138,6 +165,7 @@ class Pool {
 
   // Each of these is written by one side while the other polls: a cache line for each.
   std::vector<Queue> queues_;
+  Idle* idle_;
   alignas(64) std::atomic<uint64_t> done_{0};
   alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<bool> stopping_{false};
@@ -151,6 +179,7 @@ class Pool {
 struct Shared {
   std::mutex busy;       // held by the caller whose job the workers run
   Pool* pool = nullptr;  // never freed at exit; forgotten in a forked child
+  Idle idle;
 };
 
 Shared* g_shared = nullptr;
@@ -181,10 +210,18 @@ void run_tasks(int64_t num_tasks, TaskFn fn, void* context) {
   Shared& state = shared();
   std::unique_lock<std::mutex> busy(state.busy, std::try_to_lock);
   if (!busy) return run_alone(num_tasks, fn, context);
-  if (state.pool == nullptr) state.pool = new Pool(num_threads());
+  if (state.pool == nullptr) state.pool = new Pool(num_threads(), &state.idle);
   t_inside = true;
   state.pool->run(static_cast<uint64_t>(num_tasks), fn, context);
   t_inside = false;
+}
+
+void when_idle(std::shared_ptr<IdleWork> work) { shared().idle.set(std::move(work)); }
+
+void forget_idle(const IdleWork* work) {
+  Idle& idle = shared().idle;
+  std::lock_guard<std::mutex> lock(idle.mutex);
+  if (idle.work.get() == work) idle.work.reset();
 }
 
 void set_num_threads(int num_threads) {

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 namespace minisgl {
 
@@ -28,6 +29,20 @@ void parallel_for(int64_t num_tasks, Body&& body) {
   run_tasks(
       num_tasks, [](void* context, int64_t i) { (*static_cast<Body*>(context))(i); }, &body);
 }
+
+// Something useful for a worker that waits for tasks: one worker at a time calls `step`, which should
+// take a few microseconds, again and again until it returns false.
+class IdleWork {
+ public:
+  virtual ~IdleWork() = default;
+  virtual bool step() = 0;
+};
+
+// There is work to step through; it takes the place of what was there before. Workers that already
+// sleep are not woken for it.
+void when_idle(std::shared_ptr<IdleWork> work);
+// No more steps of `work` once this returns.
+void forget_idle(const IdleWork* work);
 
 // Counts the calling thread: 1 means no workers. Must be between 1 and 256.
 void set_num_threads(int num_threads);

@@ -3,6 +3,7 @@
 #include "pool.h"
 
 #include <algorithm>
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -24,10 +25,14 @@ void check_range(const T* values, int64_t n, int64_t limit, const char* what) {
 
 }  // namespace
 
-Program::Program(int64_t num_ids, int64_t num_locations, int64_t num_positions)
-    : num_ids_(num_ids), num_locations_(num_locations), num_positions_(num_positions) {}
+Program::Program(int64_t num_ids, int64_t num_locations, int64_t num_positions, int64_t padding)
+    : num_ids_(num_ids),
+      num_locations_(num_locations),
+      num_positions_(num_positions),
+      commit_(std::make_shared<CommitAhead>(padding)) {}
 
 Program::~Program() {
+  forget_idle(commit_.get());
   for (Buffer& buffer : buffers_) std::free(buffer.data);
 }
 
@@ -192,6 +197,8 @@ void Program::run(const RunArgs& args) {
     }
   }
   run_tail(waiting, args, done);
+  commit_->use(args.out_loc, args.num_tokens);
+  when_idle(commit_);
 }
 
 }  // namespace minisgl

@@ -22,6 +22,7 @@
 
 #include "activations.h"
 #include "attention.h"
+#include "commit.h"
 #include "elementwise.h"
 #include "experts.h"
 #include "matmul.h"
@@ -117,8 +118,9 @@ class Program {
   using PartFn = std::function<void(const Tile&, const Part&)>;
   using WholeFn = std::function<void(const Tile&)>;
 
-  // Ids, locations and positions that a run may use: [0, limit) each.
-  Program(int64_t num_ids, int64_t num_locations, int64_t num_positions);
+  // Ids, locations and positions that a run may use: [0, limit) each. Locations from `padding` on are
+  // those of rows that pad a batch.
+  Program(int64_t num_ids, int64_t num_locations, int64_t num_positions, int64_t padding);
   ~Program();
 
   int add_buffer(int64_t width);
@@ -202,6 +204,7 @@ class Program {
   std::vector<std::pair<int, int>> selects_;
   std::map<Place, Quantized> quantized_;
   std::shared_ptr<ExpertScratch> expert_scratch_;
+  std::shared_ptr<CommitAhead> commit_;
   size_t tail_begin_ = 0;
   int64_t capacity_ = 0;       // rows of each buffer
   int64_t logits_stride_ = 0;  // of the run in progress

@@ -24,6 +24,11 @@ void Program::attention(int qkv, int out, const AttentionParams& params) {
   if (shape.window < 0 || params.kv.token_stride < num_kv * dim) fail("bad window or stride");
   const int64_t stride = (num_q + 2 * num_kv) * dim;
   if (width(qkv) != stride || width(out) != num_q * dim) fail("heads and buffers do not match");
+  const int64_t bytes = params.kv.token_stride * (params.kv.kind == KvKind::kFloat32 ? 4 : params.kv.kind == KvKind::kInt8 ? 1 : 2);
+  commit_->add(params.kv.k, bytes);
+  commit_->add(params.kv.v, bytes);
+  commit_->add(params.kv.k_scale, num_kv * static_cast<int64_t>(sizeof(float)));
+  commit_->add(params.kv.v_scale, num_kv * static_cast<int64_t>(sizeof(float)));
   add_whole_step("rope", 0, [=](const Tile& tile) {
     RopeStore work;
     work.tokens = tile.rows;

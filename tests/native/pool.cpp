@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <thread>
 
 #include "test.h"
@@ -96,6 +97,55 @@ void test_many_callers(Family& family) {
   family.check(wrong == 0, "callers of several threads");
 }
 
+// A number of steps; no two at a time, none after it is forgotten or has said that it is done.
+class Steps : public IdleWork {
+ public:
+  explicit Steps(int most) : most_(most) {}
+  bool step() override {
+    if (inside_.exchange(true) || forgotten) wrong = true;
+    ++count;
+    inside_ = false;
+    return count < most_;
+  }
+  std::atomic<int> count{0};
+  std::atomic<bool> forgotten{false}, wrong{false};
+
+ private:
+  const int most_;
+  std::atomic<bool> inside_{false};
+};
+
+void test_idle(Family& family) {
+  using std::chrono::milliseconds;
+  set_spin_us(100);
+  set_num_threads(4);
+  family.cases += 2;
+  const auto some = std::make_shared<Steps>(1000);
+  when_idle(some);
+  for (int round = 0; some->count < 1000 && round < 30000; ++round) {
+    family.check(runs_each_once(17), "tasks beside idle work");
+    std::this_thread::sleep_for(milliseconds(1));  // longer than they spin: tasks wake them
+  }
+  runs_each_once(17);
+  std::this_thread::sleep_for(milliseconds(5));
+  family.check(some->count == 1000 && !some->wrong, "idle work was not done once, step by step");
+  const auto endless = std::make_shared<Steps>(1 << 30);
+  when_idle(endless);
+  for (int round = 0; endless->count < 100 && round < 30000; ++round) {
+    runs_each_once(17);
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  forget_idle(some.get());  // not the one that is there
+  const int before = endless->count;
+  std::this_thread::sleep_for(milliseconds(5));
+  family.check(endless->count > before, "what was not forgotten stopped");
+  forget_idle(endless.get());
+  endless->forgotten = true;
+  runs_each_once(17);
+  std::this_thread::sleep_for(milliseconds(5));
+  family.check(!endless->wrong, "idle work went on after it was forgotten");
+}
+
 }  // namespace
 
 void test_pool(Family& family) {
@@ -105,6 +155,7 @@ void test_pool(Family& family) {
   test_stealing(family);
   test_waiting(family);
   test_many_callers(family);
+  test_idle(family);
   set_spin_us(spin);
 }
 

@@ -11,6 +11,7 @@ Invariant: a row of the result depends on that row's request alone, to the bit. 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +60,7 @@ class Recorder:
         self.num_positions = num_positions
         self._num_ids = num_ids
         self._kv_cache = kv_cache
-        self._num_locations = 0
+        self._num_locations = self._padding = 0
         self._steps: list[_Step] = []
         self._widths: list[int] = []
         self._kept: list[Any] = []
@@ -168,6 +169,7 @@ class Recorder:
         except (TypeError, ValueError) as error:
             raise CannotRecord(str(error)) from error
         self._num_locations = kv.num_locations
+        self._padding = kv.num_locations - math.prod(kv.k.shape[1:-2])  # the last page, if any
         dim = kv.head_dim
         half = tables[0].shape[1]
         for table in tables:
@@ -204,7 +206,9 @@ class Recorder:
 
     def finish(self) -> Program:
         """The program of everything that was noted."""
-        native = load().Program(self._num_ids, self._num_locations, self.num_positions)
+        native = load().Program(
+            self._num_ids, self._num_locations, self.num_positions, self._padding
+        )
         last_use = {
             buffer.index: i for i, step in enumerate(self._steps) for buffer in step.buffers
         }
