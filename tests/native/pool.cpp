@@ -104,6 +104,7 @@ class Steps : public IdleWork {
   bool step() override {
     if (inside_.exchange(true) || forgotten) wrong = true;
     ++count;
+    std::this_thread::sleep_for(std::chrono::microseconds(10));  // for others to come in between
     inside_ = false;
     return count < most_;
   }
