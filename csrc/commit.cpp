@@ -13,7 +13,7 @@
 namespace minisgl {
 namespace {
 
-constexpr int64_t kBytesAhead = 12 << 20;
+constexpr int64_t kBytesAhead = 24 << 20;
 constexpr uintptr_t kStepBytes = 16 << 10;  // takes a few microseconds
 
 // False where the system cannot do it.

@@ -77,7 +77,7 @@ def test_idle_threads_ask_for_the_memory_of_the_kv_to_come(default_model_path: P
         layers = range(pool.num_layers)
         parts = [pool.k_cache(i) for i in layers] + [pool.v_cache(i) for i in layers]
         parts += [part for i in layers if (part := pool.v_scale(i)) is not None]
-        ahead = (12 << 20) // pool.page_bytes
+        ahead = (24 << 20) // pool.page_bytes
         assert not any(any(resident_pages(part, 100, 2 * ahead)) for part in parts)
         for count in (20, 300):  # some of it, then all of it is used
             params = SamplingParams(max_tokens=2, ignore_eos=True)
