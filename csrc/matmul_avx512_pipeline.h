@@ -11,7 +11,7 @@
 // A token under way has a slot, 0 to 4. Registers:
 //   zmm0..zmm7; zmm8, zmm9, zmm15..zmm19, zmm25   codes of both panels, by vector
 //   zmm1<slot>; zmm2<slot>                        sums of both panels
-//   zmm26..zmm30                                  of the last phase
+//   zmm26..zmm29                                  of the last phase
 //   zmm31                                         zero
 #pragma once
 

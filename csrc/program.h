@@ -204,7 +204,7 @@ class Program {
   std::vector<std::pair<int, int>> selects_;
   std::map<Place, Quantized> quantized_;
   std::shared_ptr<ExpertScratch> expert_scratch_;
-  std::shared_ptr<CommitAhead> commit_;
+  std::shared_ptr<CommitAhead> commit_;  // of KV, by idle workers
   size_t tail_begin_ = 0;
   int64_t capacity_ = 0;       // rows of each buffer
   int64_t logits_stride_ = 0;  // of the run in progress
